@@ -7,7 +7,7 @@ element.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ _AXES = {
     "query": ("rows", "lengths", "heads", "terms"),
     "key": ("rows", "keys", "key_heads", "terms"),
     "value": ("rows", "keys", "key_heads", "features"),
-    "temperature": ("rows", "lengths", "heads", ""),
+    "temperature": ("rows", "lengths", "heads", "none"),
     "bias": ("rows", "heads", "lengths", "keys"),
     "mask": ("rows", "heads", "lengths", "keys"),
     "key_value_seq_lengths": ("rows",),
@@ -64,7 +64,6 @@ class Attention:
         dtype: the dtype that it runs in.
         arrays: the arrays, queries, keys and values first.
         groups: by their names, the axes that the axes of the arrays of the kernel consist of.
-        sizes: the number of elements of each axis.
         result: the names of the axes of the result.
         out: its type in the program.
         traced: the dtype of the queries there.
@@ -75,7 +74,6 @@ class Attention:
     dtype: Any
     arrays: tuple[_Array, ...]
     groups: tuple[tuple[str, Places], ...]
-    sizes: tuple[tuple[Any, Any], ...]
     result: Places
     out: Any
     traced: Any
@@ -84,9 +82,10 @@ class Attention:
     def __call__(self, *arrays: Any) -> Any:
         """Computes the attention of arrays that are cast."""
         inputs, options = dict[str, list[Any]](), {"bias": None, "mask": None, **dict(self.options)}
+        groups, sizes = dict(self.groups), _sizes(self.arrays, arrays)
         for x, array in zip(arrays, self.arrays, strict=True):
-            groups, is_whole = list(map(self.axes, _AXES[array.role])), array.role in _WHOLE
-            inputs.setdefault(array.role, []).append((self._arranged(x, array.axes, groups, is_whole), array.number))
+            order, is_whole = [groups.get(name, ()) for name in _AXES[array.role]], array.role in _WHOLE
+            inputs.setdefault(array.role, []).append((_arranged(x, array.axes, order, sizes, is_whole), array.number))
         ((query, _),), ((key, _),), ((value, _),) = (inputs[role] for role in ("query", "key", "value"))
         for x, power in inputs.get("temperature", ()):
             query = query * x**power
@@ -99,8 +98,9 @@ class Attention:
         if lengths := inputs.get("key_value_seq_lengths"):
             ends = [jnp.minimum(x + n, key.shape[1]).astype(np.int32) for x, n in lengths]
             options["key_value_seq_lengths"] = functools.reduce(jnp.minimum, ends)
-        own, result = self.axes("rows lengths heads features"), [[axis] for axis in self.result]
-        return jnp.reshape(self._arranged(self._run(query, key, value, options), own, result), self.out.shape)
+        own = [axis for name in ("rows", "lengths", "heads", "features") for axis in groups[name]]
+        result = [[axis] for axis in self.result]
+        return jnp.reshape(_arranged(self._run(query, key, value, options), own, result, sizes), self.out.shape)
 
     def _run(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
         if not isinstance(self.kernel, str):
@@ -114,24 +114,26 @@ class Attention:
         kernel: Any = functools.partial(jax.nn.dot_product_attention, implementation=self.kernel)
         return kernel(query, key, value, **options)[..., :width]
 
-    def axes(self, groups: str) -> Places:
-        """Returns the axes of groups."""
-        return tuple([axis for group in groups.split() for axis in dict(self.groups)[group]])
-
-    def _arranged(self, x: Any, axes: Places, groups: Sequence[Sequence[Any]], is_whole: bool = True) -> Any:
-        """Returns an array with an axis for each group of axes, of one element if it may lack them."""
-        sizes = dict(self.sizes)
-        names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
-        x = jnp.reshape(x, [sizes[axis] for axis in names])
-        x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
-        x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
-        sizes |= {axis: 1 for group in groups for axis in group if not is_whole and {*group}.isdisjoint(names)}
-        x = jnp.broadcast_to(x, [sizes[axis] for axis in order])
-        return jnp.reshape(x, [math.prod([sizes[axis] for axis in group]) for group in groups])
-
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self.options if value and name != "scale"]
         return ", ".join([*said, *dict.fromkeys([array.role for array in self.arrays[3:]])])
+
+
+def _sizes(arrays: Sequence[_Array], values: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the number of elements of each axis of arrays, given their values or the types of these."""
+    pairs = [zip(array.axes, x.shape, strict=True) for array, x in zip(arrays, values, strict=True)]
+    return {axis: n for each in pairs for axis, n in each}
+
+
+def _arranged(x: Any, axes: Sequence[Any], groups: Sequence[Any], sizes: dict[Any, Any], is_whole: bool = True) -> Any:
+    """Returns an array with an axis for each group of axes, of one element if it may lack them."""
+    names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
+    x = jnp.reshape(x, [sizes[axis] for axis in names])
+    x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
+    x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
+    lacks = {axis: 1 for group in groups for axis in group if not is_whole and {*group}.isdisjoint(names)}
+    x = jnp.broadcast_to(x, [(sizes | lacks)[axis] for axis in order])
+    return jnp.reshape(x, [math.prod([(sizes | lacks)[axis] for axis in group]) for group in groups])
 
 
 def _is_kept(x: Any, keep: Any, other: Any) -> Any:
@@ -189,18 +191,19 @@ def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     (scores, along), side = found, int(softmaxes[0] is None)
     term, axes = _product_in(values, scores, eqn.invars[side])
     product = term.product if isinstance(term, Scaled) else term
-    query, key, value, result = _operands_of(values.eqns[product], axes, eqn, side, along)
+    operands, result = _operands_of(values.eqns[product], axes, eqn, side, along)
 
-    operands = query, key, value
-    others, masks = _others(scores, term, axes, query)
-    sizes = {axis: n for x in operands for axis, n in zip(x.axes, x.atom.aval.shape, strict=True) if axis is not None}
-    varied = {axis for x in (*others, *masks) for axis in x.axes}
-    groups = _groups(query, key, value, along, varied, sizes)
-    named = (*operands, *others), tuple(groups.items()), tuple(sizes.items()), result
+    others, masks = _others(scores, term, axes, operands[0])
+    sizes = _sizes(operands, [x.atom.aval for x in operands])
+    groups = _groups(operands, along, {axis for x in (*others, *masks) for axis in x.axes}, sizes)
     scale = ("scale", scores.terms[term, axes])
-    attention = Attention(kernel, dtype, *named, eqn.outvars[0].aval, jx.dtype_of(query.atom), (scale,))
-    given = frozenset([x.atom for x in (*others, *masks)])
-    return Match(product, eqn.invars[side], given, list(_variants(values, attention, masks)))
+    types = result, eqn.outvars[0].aval, jx.dtype_of(operands[0].atom)
+    variants = [
+        Attention(kernel, dtype, (*read, *others, *arrays), tuple(names.items()), *types, (*options.items(), scale))
+        for options, arrays in (_in_words(values, masks, groups, sizes), ({"is_causal": False}, masks))
+        for read, names in _ways_to_read(values, operands, groups)
+    ]
+    return Match(product, eqn.invars[side], frozenset([x.atom for x in (*others, *masks)]), variants)
 
 
 def _others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[list[_Array], list[_Array]]:
@@ -220,26 +223,16 @@ def _others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[li
     return others, masks
 
 
-def _variants(values: Values, plain: Attention, masks: list[_Array]) -> Iterator[Attention]:
-    """Yields the ways to hand an attention and its masks to a kernel, the best one first."""
-    for options, arrays in (_in_words(values, masks, plain), ({"is_causal": False}, masks)):
-        whole = dataclasses.replace(plain, arrays=(*plain.arrays, *arrays), options=(*options.items(), *plain.options))
-        yield from filter(None, (_without_repeats(values, whole), whole))
-
-
-def _without_repeats(values: Values, attention: Attention) -> Attention | None:
-    """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
-    query, key, value, *others = attention.arrays
-    groups, heads = dict(attention.groups), attention.axes("heads")
-    if len(heads) != 1 or groups["key_heads"] != heads:
-        return None
-    single: list[Any] = [_before_repeat(values, x, *heads) for x in (key, value)]
-    numbers = {x and x.atom.aval.shape[x.axes.index("repeated")] for x in single}
-    if len(numbers) > 1 or None in numbers:
-        return None
-    groups, sizes = groups | {"key_heads": ("repeated",)}, dict(attention.sizes) | {"repeated": numbers.pop()}
-    named = {"groups": tuple(groups.items()), "sizes": tuple(sizes.items())}
-    return dataclasses.replace(attention, arrays=(query, *single, *others), **named)
+def _ways_to_read(values: Values, operands: Sequence[_Array], groups: dict[str, Places]) -> Iterator[Any]:
+    """Yields queries, keys and values, and the groups of all axes: first before heads are repeated, if any are."""
+    query, *pair = operands
+    heads = groups["heads"]
+    if len(heads) == 1 and heads == groups["key_heads"]:
+        single = [_before_repeat(values, x, *heads) for x in pair]
+        numbers = {x and x.atom.aval.shape[x.axes.index("repeated")] for x in single}
+        if len(numbers) == 1 and None not in numbers:
+            yield (query, *single), groups | {"key_heads": ("repeated",)}
+    yield operands, groups
 
 
 def _before_repeat(values: Values, array: _Array, axis: Any) -> _Array | None:
@@ -288,7 +281,7 @@ def _operands_of(first: Any, axes: Places, last: Any, side: int, along: frozense
         raise AsWrittenError("the softmax, or the product that reads it, is along other axes than the keys")
     if not along <= value.places <= key.places:
         raise AsWrittenError("the values have an axis that the keys lack")
-    return query, key, value, tuple([axis for axis in result if axis is not None])
+    return (query, key, value), tuple([axis for axis in result if axis is not None])
 
 
 _ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
@@ -327,19 +320,17 @@ def _axes_of_operands(eqn: Any, result: Sequence[Any]) -> list[Places]:
     return operands
 
 
-def _groups(
-    query: _Array, key: _Array, value: _Array, along: frozenset[int], varied: set[Any], sizes: Mapping[Any, Any]
-) -> dict[str, Places]:
+def _groups(operands: Sequence[_Array], along: frozenset[int], varied: set[Any], sizes: Any) -> dict[str, Places]:
     """Returns the groups of all axes.
 
     The lengths are along the axis that a mask or a bias varies along, or else the longest; other axes of queries alone
     are heads that share keys. Of the axes that queries and keys share, those behind the lengths are heads, as in
     (batch, length, heads, features), or else the last one.
     """
+    query, key, value = operands
     queries = [axis for axis in query.axes if axis in query.places - key.places]
-    lengths = [axis for axis in queries if axis in varied]
-    if not lengths:
-        lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+    longest = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+    lengths = [axis for axis in queries if axis in varied] or longest
     shared = [axis for axis in key.axes if axis in key.places - along]
     shared.sort(key=lambda axis: query.axes.index(axis) if axis in query.axes else -1)
     behind = query.axes[query.axes.index(lengths[0]) :] if lengths else ()
@@ -355,49 +346,48 @@ def _groups(
     }
 
 
-def _in_words(values: Values, masks: Sequence[_Array], attention: Attention) -> tuple[dict[str, Any], list[_Array]]:
+def _in_words(values: Values, masks: list[_Array], groups: dict[str, Places], sizes: dict[Any, Any]) -> tuple[Any, Any]:
     """Returns options and arrays of a kernel that say what masks do: numbers of keys, and the masks that are left."""
     before, behind, left, lengths = math.inf, math.inf, list[_Array](), list[_Array]()
     for mask in masks:
-        if (band := _band(values, mask, attention)) is not None:
+        if (band := _band(values, mask, groups, sizes)) is not None:
             before, behind = min(before, band[0]), min(behind, band[1])
-        elif (length := _number_of_keys(values, mask, attention)) is not None:
+        elif (length := _number_of_keys(values, mask, groups)) is not None:
             lengths.append(length)
         else:
             left.append(mask)
     options: dict[str, Any] = {"is_causal": behind == 0}
     if before < math.inf or 0 < behind < math.inf:
-        ends, sizes = zip((before, behind), attention.axes("lengths keys"), strict=True), dict(attention.sizes)
+        ends = zip((before, behind), groups["lengths"] + groups["keys"], strict=True)
         options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else n for n, axis in ends])
     return options, left + lengths
 
 
-def _band(values: Values, mask: _Array, attention: Attention) -> tuple[float, float] | None:
+def _band(values: Values, mask: _Array, groups: dict[str, Places], sizes: dict[Any, Any]) -> tuple[float, float] | None:
     """Returns how far before and behind a query the keys may be that a mask keeps; None if these are no band."""
     elements: Any = values.elements_of(mask.atom)
-    lengths, keys = attention.axes("lengths"), attention.axes("keys")
+    lengths, keys = groups["lengths"], groups["keys"]
     along = placed(elements.along, mask.axes) if elements else ()
     if len(along) != 2 or along not in (lengths + keys, keys + lengths) or len(keys) != 1:
         return None
     kept = (elements.array == mask.number[0])[:: 1 if along[1] in keys else -1]
-    distances = (np.flatnonzero(kept) + 1 - count(dict(attention.sizes)[keys[0]])).tolist()  # of queries from keys
+    distances = (np.flatnonzero(kept) + 1 - count(sizes[keys[0]])).tolist()  # of queries from keys
     behind, before = -distances[0], distances[-1]
     if len(distances) != behind + 1 + before or min(behind, before) < 0:
         return None
     return math.inf if kept[-1] else before, math.inf if kept[0] else behind
 
 
-def _number_of_keys(values: Values, mask: _Array, attention: Attention) -> _Array | None:
+def _number_of_keys(values: Values, mask: _Array, groups: dict[str, Places]) -> _Array | None:
     """Returns the array of numbers of keys, if a mask keeps as many; None if it keeps others."""
     if (name := values.name(mask.atom)) not in ("lt", "le", "gt", "ge"):
         return None
     low, high = values.eqns[mask.atom].invars[:: -1 if name in ("gt", "ge") else 1]
     end, index, n = (high, low, name in ("le", "ge")) if mask.number[0] else (low, high, name in ("lt", "gt"))
     x, indices = values.read(end), values.elements_of(index)
-    if indices is None or indices.step != 1 or placed(indices.along, mask.axes) != attention.axes("keys"):
+    if indices is None or indices.step != 1 or placed(indices.along, mask.axes) != groups["keys"]:
         return None
-    is_number = x.number is None and jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
-    own = placed(x.axes, mask.axes)
-    if not is_number or not {*own} <= {*attention.axes("rows"), None}:
+    own, is_integer = placed(x.axes, mask.axes), jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
+    if x.number is not None or not is_integer or not {*own} <= {*groups["rows"], None}:
         return None
     return _Array("key_value_seq_lengths", x.atom, own, n - int(indices.array[0]))

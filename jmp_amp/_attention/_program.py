@@ -117,11 +117,12 @@ class _Program:
 
     def __init__(self, jaxpr: Any, given: Sequence[Elements | None], scope: Scope, kernel: Any, dtype: Any) -> None:
         """Takes the arguments of `rewrite`."""
-        self._jaxpr, self._kernel, self._dtype = jx.open_jaxpr(jaxpr)[0], kernel, dtype
+        (self._jaxpr, consts), self._kernel, self._dtype = jx.open_jaxpr(jaxpr), kernel, dtype
         self._producers, self._tried = dict[Any, _Equation](), dict[Any, Any]()
-        self._values = Values(dict(zip(self._jaxpr.invars, given, strict=True)))
+        elements = dict(zip(self._jaxpr.invars, given, strict=True))
+        self._values = Values(elements, dict(zip(self._jaxpr.constvars, consts, strict=True)))
         self._equations, names = list[_Equation](), dict[Any, Any]()
-        self._read(jaxpr, scope, (), names)
+        self._read(self._jaxpr.eqns, scope, (), names)
         self._outs = _named(self._jaxpr.outvars, names)
         self._readers, self._within = self._find_readers(), dict[_Equation, list[_Equation]]()
         self._replaced = self._replace_attention()
@@ -132,11 +133,9 @@ class _Program:
         """Whether it calls the kernel."""
         return any(found.kernel for found in self.found)
 
-    def _read(self, jaxpr: Any, scope: Scope, calls: tuple[_Equation, ...], names: dict[Any, Any]) -> None:
+    def _read(self, eqns: Any, scope: Scope, calls: tuple[_Equation, ...], names: dict[Any, Any]) -> None:
         """Reads the equations of a jaxpr; `names` has the variables that have other names in the program."""
-        opened, consts = jx.open_jaxpr(jaxpr)
-        self._values.constants |= zip(_named(opened.constvars, names), consts, strict=True)
-        for eqn in opened.eqns:
+        for eqn in eqns:
             each = _Equation(_with_names(eqn, names) if names else eqn, scope, calls)
             if eqn.primitive.name not in jx.HIGHER_ORDER or not self._read_jaxprs(each, names):
                 self._equations.append(each)
@@ -151,8 +150,8 @@ class _Program:
             return False
         scope, bodies = each.scope.inside(eqn), list[_Body]()
         if any(_may_have_attention(jaxpr) for jaxpr, _ in jx.entries(structure)):
-            consts = structure.consts if isinstance(structure, jx.Loop) else slice(None)
-            constant = range(len(eqn.invars))[consts]  # a loop may change its other operands
+            # A loop may change its other operands.
+            constant = range(len(eqn.invars))[structure.consts if isinstance(structure, jx.Loop) else slice(None)]
             for jaxpr, places in jx.entries(structure):
                 given = tuple([self._values.elements_of(eqn.invars[i]) if i in constant else None for i in places])
                 bodies.append(body := _Body((jaxpr, given, scope, self._kernel, self._dtype)))
@@ -163,23 +162,35 @@ class _Program:
             each.found = [found._replace(kernel="", why=why) for found in each.found]
         elif any(found.kernel for found in each.found):
             jaxpr = _traced(each, jax.jit(lambda *args: run(eqn, bodies, args)), eqn.invars)
-            names |= self._replace(each, jaxpr, eqn.invars)
+            self._replace(each, jaxpr, eqn.invars, names)
         elif isinstance(structure, jx.Call) and structure.is_plain and not is_checkpoint:
-            inner, results = _names_inside(structure.jaxpr, [eqn.invars[i] for i in structure.operands], eqn.outvars)
-            self._read(structure.jaxpr, scope, (*each.calls, each), inner)
-            names |= results
+            inner = self._names_inside(structure.jaxpr, [eqn.invars[i] for i in structure.operands], eqn.outvars, names)
+            self._read(jx.open_jaxpr(structure.jaxpr)[0].eqns, scope, (*each.calls, each), inner)
             return True
         return False
 
-    def _replace(self, each: _Equation, jaxpr: Any, operands: Sequence[Any]) -> dict[Any, Any]:
-        """Puts the one equation of a jaxpr in place of another, and returns other names of its results."""
+    def _names_inside(self, jaxpr: Any, operands: Sequence[Any], outvars: Sequence[Any], names: Any) -> dict[Any, Any]:
+        """Returns the names of the variables of a jaxpr in place of an equation.
+
+        Adds to `names` those results of the equation that are an operand, a constant, or another result.
+        """
         opened, consts = jx.open_jaxpr(jaxpr)
-        inner, results = _names_inside(jaxpr, operands, each.eqn.outvars)
-        self._values.constants |= zip(_named(opened.constvars, inner), consts, strict=True)
-        new = _with_names(opened.eqns[0], inner)
+        inner: dict[Any, Any] = {var: Var(var.aval) for var in opened.constvars}
+        self._values.constants |= zip(inner.values(), consts, strict=True)
+        inner |= zip(opened.invars, operands, strict=True)
+        results = zip(opened.outvars, outvars, strict=True)
+        inner |= {var: name for var, name in results if isinstance(var, Var) and var not in inner}
+        inner |= {var: Var(var.aval) for eqn in opened.eqns for var in eqn.outvars if var not in inner}
+        named = zip(outvars, _named(opened.outvars, inner), strict=True)
+        names |= {var: name for var, name in named if name is not var}
+        return inner
+
+    def _replace(self, each: _Equation, jaxpr: Any, operands: Sequence[Any], names: dict[Any, Any]) -> None:
+        """Puts the one equation of a jaxpr in place of another; for `names` see `_names_inside`."""
+        inner = self._names_inside(jaxpr, operands, each.eqn.outvars, names)
+        new = _with_names(jx.open_jaxpr(jaxpr)[0].eqns[0], inner)
         each.eqn = new.replace(source_info=each.eqn.source_info, ctx=each.eqn.ctx)
         each.__post_init__()
-        return results
 
     def _replace_attention(self) -> list[_Equation]:
         """Finds attention, calls the kernel in place of the last product of each, and returns these products."""
@@ -229,7 +240,7 @@ class _Program:
             operands = *operands, *inputs
             jaxpr = _traced(each, jax.jit(run), operands)
         each.found = [Found(each.path, name, why, warning)]
-        self._replace(each, jaxpr, operands)
+        self._replace(each, jaxpr, operands, {})
 
     def _between(self, match: Match, last: _Equation) -> list[_Equation]:
         """Returns the equations that compute the weights from the first product, and this product.
@@ -304,8 +315,8 @@ class _Program:
         for atom in [x for each in self._replaced for x in each.eqn.invars if x in self._producers]:
             opened |= {call for call in self._producers[atom].calls if atom not in call.eqn.outvars}
 
-        tops = [[call for call in (*each.calls, each) if call not in opened][0] for each in self._equations]
-        for each in dict.fromkeys(tops[::-1]):
+        paths = [[call for call in (*each.calls, each) if call not in opened] for each in self._equations]
+        for each in dict.fromkeys([top for top, *_ in reversed(paths)]):
             if each.eqn.effects or not needed.isdisjoint(each.eqn.outvars):
                 needed.update(each.inputs)
                 kept.append(jx.in_scopes_of([call.eqn for call in each.calls], each.eqn))
@@ -320,21 +331,6 @@ def _named(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 def _with_names(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=_named(eqn.invars, names), outvars=_named(eqn.outvars, names))
-
-
-def _names_inside(jaxpr: Any, operands: Sequence[Any], outvars: Sequence[Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Returns the names of the variables of a jaxpr in place of an equation, and its results that have another name.
-
-    Those are an operand, a constant, or another result.
-    """
-    opened, _ = jx.open_jaxpr(jaxpr)
-    inner: dict[Any, Any] = {var: Var(var.aval) for var in opened.constvars}
-    inner |= zip(opened.invars, operands, strict=True)
-    results = zip(opened.outvars, outvars, strict=True)
-    inner |= {var: name for var, name in results if isinstance(var, Var) and var not in inner}
-    inner |= {var: Var(var.aval) for eqn in opened.eqns for var in eqn.outvars if var not in inner}
-    pairs = zip(outvars, _named(opened.outvars, inner), strict=True)
-    return inner, {var: name for var, name in pairs if name is not var}
 
 
 def _name_of(kernel: Any) -> str:

@@ -250,10 +250,10 @@ class Values:
         exponentials: the variables that are computed from an exponential by ops that are read.
     """
 
-    def __init__(self, given: Mapping[Var, Elements | None]) -> None:
-        """Takes the elements of the inputs of the program; None for those that are not known."""
-        self._given, self.eqns = given, dict[Any, Any]()
-        self.constants: dict[Any, Any] = {}
+    def __init__(self, given: Mapping[Var, Elements | None], constants: dict[Var, Any]) -> None:
+        """Takes the elements of the inputs of the program, None for those that are not known, and its constants."""
+        self._given, self.constants = given, constants
+        self.eqns: dict[Any, Any] = {}
         self.exponentials: set[Any] = set()
         self._readings: dict[Any, Reading] = {}
 
@@ -343,7 +343,7 @@ class Values:
         by = other.number
         if form.is_exp:
             mask = other.mask(1, lambda n: n == 0)  # flags as numbers: `weights * mask`
-            return form if by == 1 else mask and form.plus(mask)
+            return mask and form.plus(mask)
         if by is not None:
             return form.times(by**power) if by else None
         (((term, axes), n), *others) = form.terms.items() or [(ONE, 0)]
@@ -404,15 +404,10 @@ def _computed(eqn: Any, operands: Sequence[Any]) -> Elements | None:
         first = np.maximum(differences, 0)
         arrays = [arrays[0][first], arrays[1][first - differences]]
         sources = {(operands[0].along + operands[1].along, None)}
-    array = _fold(eqn, arrays)
-    return None if array is None else Elements(array, *next(iter(sources), ()))
-
-
-def _fold(eqn: Any, values: Sequence[Any]) -> Any:
-    """Returns what an op computes from numbers or arrays of NumPy; None if that is not known."""
-    fold = _FOLDS.get(eqn.primitive.name) or rule_of(eqn).fold
+    if (fold := _FOLDS.get(eqn.primitive.name) or rule_of(eqn).fold) is None:
+        return None
     with np.errstate(all="ignore"):
-        return None if fold is None else np.asarray(fold(*values), jx.dtype_of(eqn.outvars[0]))
+        return Elements(np.asarray(fold(*arrays), jx.dtype_of(eqn.outvars[0])), *next(iter(sources), ()))
 
 
 def _all(value: bool, *masks: Any) -> Elements | None:
