@@ -118,6 +118,7 @@ class _Program:
     def __init__(self, jaxpr: Any, given: Sequence[Elements | None], scope: Scope, kernel: Any, dtype: Any) -> None:
         """Takes the arguments of `rewrite`."""
         (self._jaxpr, consts), self._kernel, self._dtype = jx.open_jaxpr(jaxpr), kernel, dtype
+        self._name = kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)
         self._producers, self._tried = dict[Any, _Equation](), dict[Any, Any]()
         elements = dict(zip(self._jaxpr.invars, given, strict=True))
         self._values = Values(elements, dict(zip(self._jaxpr.constvars, consts, strict=True)))
@@ -194,7 +195,7 @@ class _Program:
 
     def _replace_attention(self) -> list[_Equation]:
         """Finds attention, calls the kernel in place of the last product of each, and returns these products."""
-        matches, name = dict[_Equation, Match](), _name_of(self._kernel)
+        matches = dict[_Equation, Match]()
         for each in self._equations:
             is_product = each.eqn.primitive is lax.dot_general_p and each.eqn.outvars[0] in self._readers
             if not is_product or self._values.exponentials.isdisjoint(each.inputs):
@@ -212,15 +213,15 @@ class _Program:
                 why, warning = self._read_again(each, matches), ""
                 if not why and (call := self._call(each, found))[0] is None:
                     why = call[-1]
-                    warning = f"`{name}` refuses attention of the function, which stays as it is written: {why}"
+                    warning = f"`{self._name}` refuses attention of the function, which stays as it is written: {why}"
                 if why:
                     each.found, is_settled = [Found(each.path, "", why, warning)], False
                     del matches[each]
         for each, found in matches.items():
-            self._call_kernel(each, found, name)
+            self._call_kernel(each, found)
         return [*matches]
 
-    def _call_kernel(self, each: _Equation, match: Match, name: str) -> None:
+    def _call_kernel(self, each: _Equation, match: Match) -> None:
         """Calls the kernel in place of a product; what it refuses of it is computed as it is written."""
         jaxpr, attention, operands, words = self._call(each, match)
         why, warning, on_cpu = str(attention), "", ""
@@ -232,14 +233,14 @@ class _Program:
             run: Callable[..., Any] = functools.partial(_of_first, call_of(attention), n)
             if words:
                 why += f"; its derivative as it is written: {words}"
-                run = _with_derivative_of(run, written, n, name, words)
+                run = _with_derivative_of(run, written, n, self._name, words)
             if on_cpu:
                 why += f"; on a CPU as it is written: {on_cpu}"
-                warning = f"`{name}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
+                warning = f"`{self._name}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
                 run = functools.partial(_on_each_platform, run, written, n)
             operands = *operands, *inputs
             jaxpr = _traced(each, jax.jit(run), operands)
-        each.found = [Found(each.path, name, why, warning)]
+        each.found = [Found(each.path, self._name, why, warning)]
         self._replace(each, jaxpr, operands, {})
 
     def _between(self, match: Match, last: _Equation) -> list[_Equation]:
@@ -331,11 +332,6 @@ def _named(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 def _with_names(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=_named(eqn.invars, names), outvars=_named(eqn.outvars, names))
-
-
-def _name_of(kernel: Any) -> str:
-    """Returns what `explain` and warnings call a kernel."""
-    return kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)
 
 
 # The primitives whose derivatives are those of JAX, which refuses none.

@@ -106,7 +106,7 @@ class Elements(NamedTuple):
     @property
     def step(self) -> int | None:
         """The difference of each two elements along an axis, if that is one whole number; None otherwise."""
-        if self.mask or len(self.along) != 1:
+        if len(self.along) != 1:
             return None
         first, *steps = self.array[0], *np.unique(np.diff(self.array.astype(np.float64)))
         return int(steps[0]) if len(steps) == 1 and first % 1 == steps[0] % 1 == 0 else None
