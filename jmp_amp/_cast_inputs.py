@@ -100,8 +100,7 @@ _traced = jx.Cache()
 
 def _cast(avals: Sequence[Any], dtype: Any) -> list[Any]:
     """Returns the types of the arguments inside autocast."""
-    is_cast = [jx.is_floating(aval) and aval.dtype != np.float64 for aval in avals]
-    return [jx.with_dtype(aval, dtype) if cast else aval for aval, cast in zip(avals, is_cast, strict=True)]
+    return [jx.with_dtype(x, dtype) if jx.is_floating(x) and x.dtype != np.float64 else x for x in avals]
 
 
 def _call_as_traced(avals: Sequence[Any], fun: Callable, dtype: Any) -> jx.Call:

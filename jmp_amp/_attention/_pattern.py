@@ -7,7 +7,7 @@ element.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,28 +16,17 @@ import numpy as np
 from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._attention._softmax import (
-    Condition,
-    Elements,
-    Form,
-    Places,
-    Scaled,
-    Values,
-    axes_of,
-    count,
-    placed,
-    softmax_of,
-)
+from jmp_amp._attention._softmax import Condition, Form, Places, Scaled, Values, axes_of, count, placed, softmax_of
 from jmp_amp._cast_inputs import cast_inputs
 
 # The groups of axes that the axes of each array of a kernel consist of, and the arrays that need all of these axes.
 _AXES = {
-    "query": ("rows", "lengths", "heads groups", "terms"),
-    "key": ("rows", "keys", "heads", "terms"),
-    "value": ("rows", "keys", "heads", "features"),
-    "temperature": ("rows", "lengths", "heads groups", ""),
-    "bias": ("rows", "heads groups", "lengths", "keys"),
-    "mask": ("rows", "heads groups", "lengths", "keys"),
+    "query": ("rows", "lengths", "heads", "terms"),
+    "key": ("rows", "keys", "key_heads", "terms"),
+    "value": ("rows", "keys", "key_heads", "features"),
+    "temperature": ("rows", "lengths", "heads", "none"),
+    "bias": ("rows", "heads", "lengths", "keys"),
+    "mask": ("rows", "heads", "lengths", "keys"),
     "key_value_seq_lengths": ("rows",),
 }
 _WHOLE = {"query", "key", "value", "key_value_seq_lengths"}
@@ -75,7 +64,6 @@ class Attention:
         dtype: the dtype that it runs in.
         arrays: the arrays, queries, keys and values first.
         groups: by their names, the axes that the axes of the arrays of the kernel consist of.
-        sizes: the number of elements of each axis.
         result: the names of the axes of the result.
         out: its type in the program.
         traced: the dtype of the queries there.
@@ -86,7 +74,6 @@ class Attention:
     dtype: Any
     arrays: tuple[_Array, ...]
     groups: tuple[tuple[str, Places], ...]
-    sizes: tuple[tuple[Any, Any], ...]
     result: Places
     out: Any
     traced: Any
@@ -95,9 +82,10 @@ class Attention:
     def __call__(self, *arrays: Any) -> Any:
         """Computes the attention of arrays that are cast."""
         inputs, options = dict[str, list[Any]](), {"bias": None, "mask": None, **dict(self.options)}
+        groups, sizes = dict(self.groups), _sizes(self.arrays, arrays)
         for x, array in zip(arrays, self.arrays, strict=True):
-            groups, is_whole = list(map(self.axes, _AXES[array.role])), array.role in _WHOLE
-            inputs.setdefault(array.role, []).append((self._arranged(x, array.axes, groups, is_whole), array.number))
+            order, is_whole = [groups.get(name, ()) for name in _AXES[array.role]], array.role in _WHOLE
+            inputs.setdefault(array.role, []).append((_arranged(x, array.axes, order, sizes, is_whole), array.number))
         ((query, _),), ((key, _),), ((value, _),) = (inputs[role] for role in ("query", "key", "value"))
         for x, power in inputs.get("temperature", ()):
             query = query * x**power
@@ -110,8 +98,9 @@ class Attention:
         if lengths := inputs.get("key_value_seq_lengths"):
             ends = [jnp.minimum(x + n, key.shape[1]).astype(np.int32) for x, n in lengths]
             options["key_value_seq_lengths"] = functools.reduce(jnp.minimum, ends)
-        own, result = self.axes("rows lengths heads groups features"), [[axis] for axis in self.result]
-        return jnp.reshape(self._arranged(self._run(query, key, value, options), own, result), self.out.shape)
+        own = [axis for name in ("rows", "lengths", "heads", "features") for axis in groups[name]]
+        result = [[axis] for axis in self.result]
+        return jnp.reshape(_arranged(self._run(query, key, value, options), own, result, sizes), self.out.shape)
 
     def _run(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
         if not isinstance(self.kernel, str):
@@ -125,24 +114,26 @@ class Attention:
         kernel: Any = functools.partial(jax.nn.dot_product_attention, implementation=self.kernel)
         return kernel(query, key, value, **options)[..., :width]
 
-    def axes(self, groups: str) -> Places:
-        """Returns the axes of groups."""
-        return tuple([axis for group in groups.split() for axis in dict(self.groups)[group]])
-
-    def _arranged(self, x: Any, axes: Places, groups: Sequence[Sequence[Any]], is_whole: bool = True) -> Any:
-        """Returns an array with an axis for each group of axes, of one element if it may lack them."""
-        sizes = dict(self.sizes)
-        names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
-        x = jnp.reshape(x, [sizes[axis] for axis in names])
-        x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
-        x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
-        sizes |= {axis: 1 for group in groups for axis in group if not is_whole and {*group}.isdisjoint(names)}
-        x = jnp.broadcast_to(x, [sizes[axis] for axis in order])
-        return jnp.reshape(x, [math.prod([sizes[axis] for axis in group]) for group in groups])
-
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self.options if value and name != "scale"]
         return ", ".join([*said, *dict.fromkeys([array.role for array in self.arrays[3:]])])
+
+
+def _sizes(arrays: Sequence[_Array], values: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the number of elements of each axis of arrays, given their values or the types of these."""
+    pairs = [zip(array.axes, x.shape, strict=True) for array, x in zip(arrays, values, strict=True)]
+    return {axis: n for each in pairs for axis, n in each}
+
+
+def _arranged(x: Any, axes: Sequence[Any], groups: Sequence[Any], sizes: dict[Any, Any], is_whole: bool = True) -> Any:
+    """Returns an array with an axis for each group of axes, of one element if it may lack them."""
+    names, order = [axis for axis in axes if axis is not None], [axis for group in groups for axis in group]
+    x = jnp.reshape(x, [sizes[axis] for axis in names])
+    x = jnp.transpose(x, [names.index(axis) for axis in order if axis in names])
+    x = jnp.reshape(x, [sizes[axis] if axis in names else 1 for axis in order])
+    lacks = {axis: 1 for group in groups for axis in group if not is_whole and {*group}.isdisjoint(names)}
+    x = jnp.broadcast_to(x, [(sizes | lacks)[axis] for axis in order])
+    return jnp.reshape(x, [math.prod([(sizes | lacks)[axis] for axis in group]) for group in groups])
 
 
 def _is_kept(x: Any, keep: Any, other: Any) -> Any:
@@ -200,91 +191,63 @@ def match(values: Values, eqn: Any, kernel: Any, dtype: Any) -> Match | None:
     (scores, along), side = found, int(softmaxes[0] is None)
     term, axes = _product_in(values, scores, eqn.invars[side])
     product = term.product if isinstance(term, Scaled) else term
-    query, key, value, result = _operands_of(values.eqns[product], axes, eqn, side, along)
+    operands, result = _operands_of(values.eqns[product], axes, eqn, side, along)
 
-    masks, others = _masks_and_others(scores, term, axes, query)
-    operands = query, key, value
-    sizes = {axis: n for x in operands for axis, n in zip(x.axes, x.atom.aval.shape, strict=True) if axis is not None}
-    varied = {axis for own in (*[x.axes for x in others], *[own for _, own in masks]) for axis in own}
-    groups = _groups(query, key, value, along, varied, sizes)
-    result = tuple([axis for axis in result if axis is not None])
-    named = (*operands, *others), tuple(groups.items()), tuple(sizes.items()), result
+    others, masks = _others(scores, term, axes, operands[0])
+    sizes = _sizes(operands, [x.atom.aval for x in operands])
+    groups = _groups(operands, along, {axis for x in (*others, *masks) for axis in x.axes}, sizes)
     scale = ("scale", scores.terms[term, axes])
-    attention = Attention(kernel, dtype, *named, eqn.outvars[0].aval, jx.dtype_of(query.atom), (scale,))
-    given = frozenset([x.atom for x in others] + [condition.atom for condition, _ in masks])
-    return Match(product, eqn.invars[side], given, list(_variants(values, attention, masks)))
+    types = result, eqn.outvars[0].aval, jx.dtype_of(operands[0].atom)
+    variants = [
+        Attention(kernel, dtype, (*read, *others, *arrays), tuple(names.items()), *types, (*options.items(), scale))
+        for options, arrays in (_in_words(values, masks, groups, sizes), ({"is_causal": False}, masks))
+        for read, names in _ways_to_read(values, operands, groups)
+    ]
+    return Match(product, eqn.invars[side], frozenset([x.atom for x in (*others, *masks)]), variants)
 
 
-def _masks_and_others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[list[Any], list[_Array]]:
-    """Returns the other terms of scores than the product: masks, with their axes, and temperatures and biases."""
-    masks, others = list[tuple[Condition, Places]](), list[_Array]()
+def _others(scores: Form, product: Any, axes: Places, query: _Array) -> tuple[list[_Array], list[_Array]]:
+    """Returns the other terms of scores than the product: a temperature and biases, and masks."""
+    others, masks = list[_Array](), list[_Array]()
     if isinstance(product, Scaled):
         others.append(_Array("temperature", product.by, placed(product.axes, axes), product.power))
         if not {*others[0].axes} <= {*query.axes, None}:
             raise AsWrittenError("what the scores are multiplied by differs from key to key")
     for (x, own), n in scores.terms.items():
         if isinstance(x, Condition):
-            masks.append((x, own))
+            masks.append(_Array("mask", x.atom, own, (x.keep, x.other)))
         elif isinstance(x, Var) and x is not getattr(product, "product", product):
             others.append(_Array("bias", x, own, n))
         elif (x, own) != (product, axes):
             raise AsWrittenError("a sum of exponentials, or its scores again, between a product and the softmax")
-    return masks, others
+    return others, masks
 
 
-def _variants(values: Values, plain: Attention, masks: list[Any]) -> Iterator[Attention]:
-    """Yields the ways to hand an attention and its masks to a kernel, the best one first."""
-    for options, said, lengths in (_said(values, masks, plain), ({"is_causal": False}, [], [])):
-        left = [_Array("mask", x.atom, own, (x.keep, x.other)) for x, own in masks if (x, own) not in said]
-        arrays = *plain.arrays, *left, *lengths
-        whole = dataclasses.replace(plain, arrays=arrays, options=(*options.items(), *plain.options))
-        yield from filter(None, (_without_repeats(values, whole), whole))
+def _ways_to_read(values: Values, operands: Sequence[_Array], groups: dict[str, Places]) -> Iterator[Any]:
+    """Yields queries, keys and values, and the groups of all axes: first before heads are repeated, if any are."""
+    query, *pair = operands
+    heads = groups["heads"]
+    if len(heads) == 1 and heads == groups["key_heads"]:
+        single = [_before_repeat(values, x, *heads) for x in pair]
+        numbers = {x and x.atom.aval.shape[x.axes.index("repeated")] for x in single}
+        if len(numbers) == 1 and None not in numbers:
+            yield (query, *single), groups | {"key_heads": ("repeated",)}
+    yield operands, groups
 
 
-def _without_repeats(values: Values, attention: Attention) -> Attention | None:
-    """Returns an attention whose heads of keys and values are not repeated for those of queries; None if none are."""
-    query, key, value, *others = attention.arrays
-    groups, sizes = dict(attention.groups), dict(attention.sizes)
-    found: list[Any] = [_repeated(values, x.atom) for x in (key, value)]
-    repeats = {each and (x.axes[each[1]], each[2]) for x, each in zip((key, value), found, strict=True)}
-    if len(repeats) > 1 or None in repeats:
+def _before_repeat(values: Values, array: _Array, axis: Any) -> _Array | None:
+    """Returns the array whose elements along an axis `jnp.repeat` repeats, with that axis as `"repeated"`."""
+    if values.name(array.atom) != "reshape" or axis not in array.axes:
         return None
-    ((head, n),), repeat = repeats, "repeat"
-    if groups["heads"] != (head,) or groups["groups"]:
-        return None
-
-    def split(axes: Places) -> Places:
-        return tuple([name for axis in axes for name in ((head, repeat) if axis == head else (axis,))])
-
-    query, *others = [dataclasses.replace(x, axes=split(x.axes)) for x in (query, *others)]
-    arrays = (
-        query,
-        *[dataclasses.replace(x, atom=each[0]) for x, each in zip((key, value), found, strict=True)],
-        *others,
-    )
-    groups, sizes = groups | {"groups": (repeat,)}, sizes | {head: sizes[head] // n, repeat: n}
-    named = {"groups": tuple(groups.items()), "sizes": tuple(sizes.items()), "result": split(attention.result)}
-    return dataclasses.replace(attention, arrays=arrays, **named)
-
-
-def _repeated(values: Values, atom: Any) -> tuple[Var, int, Any] | None:
-    """Returns the array that `jnp.repeat` repeats the elements of, along which axis, and how often."""
-    if values.name(atom) != "reshape":
-        return None
-    shape, x = atom.aval.shape, values.eqns[atom].invars[0]
+    i, x = array.axes.index(axis) + 1, values.eqns[array.atom].invars[0]
     split = x.aval.shape  # with an axis more, behind that of the elements
-    merged = [(*split[:i], split[i] * split[i + 1], *split[i + 2 :]) for i in range(len(split) - 1)]
-    if shape not in merged:
+    if array.atom.aval.shape != (*split[: i - 1], math.prod(split[i - 1 : i + 1]), *split[i + 1 :]):
         return None
-    axis = max(i for i, each in enumerate(merged) if each == shape)  # equal ones differ in axes of one element
-    kept = tuple([i for i in range(len(split)) if i != axis + 1])
-    one = (*split[: axis + 1], 1, *split[axis + 2 :])
     while values.name(x) == "broadcast_in_dim":
         places, x = values.eqns[x].params["broadcast_dimensions"], values.eqns[x].invars[0]
-        if places == kept and x.aval.shape == tuple([split[i] for i in kept]):
-            return x, axis, split[axis + 1]
-        if x.aval.shape != one:
-            return None
+        if i not in places:
+            axes = tuple(["repeated" if each == axis else each for each in array.axes])
+            return dataclasses.replace(array, atom=x, axes=axes) if x.aval.shape == split[:i] + split[i + 1 :] else None
     return None
 
 
@@ -297,9 +260,7 @@ def _product_in(values: Values, scores: Form, weights: Any) -> tuple[Any, Places
     raise AsWrittenError(f"{' and '.join(starts)} between a product and the softmax")
 
 
-def _operands_of(
-    first: Any, axes: Places, last: Any, side: int, along: frozenset[int]
-) -> tuple[_Array, _Array, _Array, Places]:
+def _operands_of(first: Any, axes: Places, last: Any, side: int, along: frozenset[int]) -> tuple[Any, ...]:
     """Returns queries, keys and values, and the names of the axes of the result.
 
     Args:
@@ -309,19 +270,18 @@ def _operands_of(
         side: which operand of it the weights are.
         along: the axes that the softmax sums along.
     """
-    (*of_operands, of_result), (*of_last, of_out) = _labels(first), _labels(last)
-    places = dict(zip(of_result, axes, strict=True))
-    operands = [tuple([places.get(label, label) for label in labels]) for labels in of_operands]
+    operands, out = _axes_of_operands(first, axes), [f"free{i}" for i in range(len(last.outvars[0].aval.shape))]
     k = int(not along <= {*operands[0]})
     query, key = (_Array(role, first.invars[i], operands[i]) for role, i in (("query", 1 - k), ("key", k)))
+    of_last = _axes_of_operands(last, out)
     places = dict(zip(of_last[side], axes_of(last.invars[side]), strict=True))
-    of_value, result = (tuple([places.get(label, label) for label in labels]) for labels in (of_last[1 - side], of_out))
+    of_value, result = (tuple([places.get(name, name) for name in names]) for names in (of_last[1 - side], out))
     value = _Array("value", last.invars[1 - side], of_value)
     if not along <= key.places or not along.isdisjoint(result):
         raise AsWrittenError("the softmax, or the product that reads it, is along other axes than the keys")
     if not along <= value.places <= key.places:
         raise AsWrittenError("the values have an axis that the keys lack")
-    return query, key, value, result
+    return (query, key, value), tuple([axis for axis in result if axis is not None])
 
 
 _ELEMENTWISE = {"mul", "div", "select_n", "add", "sub", "max", "transpose", "reshape", "convert_element_type"}
@@ -350,31 +310,27 @@ def _near_softmax(values: Values, operands: Sequence[Any]) -> None:
         atoms += [x for x in forms if x not in atoms and len(atoms) < 20]
 
 
-def _labels(eqn: Any) -> list[list[str]]:
-    """Returns labels for the axes of both operands of a product and of its result, the same for the same axis."""
+def _axes_of_operands(eqn: Any, result: Sequence[Any]) -> list[Places]:
+    """Returns the names of the axes of both operands of a product, given those of its result."""
     sums, shares = eqn.params["dimension_numbers"]
-    sides, free = list[list[str]](), list[str]()
+    shared, free, operands = result[: len(shares[0])], iter(result[len(shares[0]) :]), list[Places]()
     for side, atom in enumerate(eqn.invars):
-        labels = {axis: f"sum{i}" for i, axis in enumerate(sums[side])}
-        labels |= {axis: f"shared{i}" for i, axis in enumerate(shares[side])}
-        free += [f"free{side}{i}" for i in range(len(atom.aval.shape)) if i not in labels]
-        sides.append([labels.get(i, f"free{side}{i}") for i in range(len(atom.aval.shape))])
-    return [*sides, [f"shared{i}" for i in range(len(shares[0]))] + free]
+        names = {axis: f"sum{i}" for i, axis in enumerate(sums[side])} | dict(zip(shares[side], shared, strict=True))
+        operands.append(tuple([names[i] if i in names else next(free) for i in range(len(atom.aval.shape))]))
+    return operands
 
 
-def _groups(
-    query: _Array, key: _Array, value: _Array, along: frozenset[int], varied: set[Any], sizes: Mapping[Any, Any]
-) -> dict[str, Places]:
+def _groups(operands: Sequence[_Array], along: frozenset[int], varied: set[Any], sizes: Any) -> dict[str, Places]:
     """Returns the groups of all axes.
 
     The lengths are along the axis that a mask or a bias varies along, or else the longest; other axes of queries alone
     are heads that share keys. Of the axes that queries and keys share, those behind the lengths are heads, as in
     (batch, length, heads, features), or else the last one.
     """
+    query, key, value = operands
     queries = [axis for axis in query.axes if axis in query.places - key.places]
-    lengths = [axis for axis in queries if axis in varied]
-    if not lengths:
-        lengths = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+    longest = sorted(queries, key=lambda axis: -sizes[axis] if isinstance(sizes[axis], int) else 0)[:1]
+    lengths = [axis for axis in queries if axis in varied] or longest
     shared = [axis for axis in key.axes if axis in key.places - along]
     shared.sort(key=lambda axis: query.axes.index(axis) if axis in query.axes else -1)
     behind = query.axes[query.axes.index(lengths[0]) :] if lengths else ()
@@ -382,58 +338,56 @@ def _groups(
     return {
         "rows": tuple([axis for axis in shared if axis not in heads]),
         "lengths": tuple(lengths),
-        "groups": tuple([axis for axis in queries if axis not in lengths]),
-        "heads": tuple(heads),
+        "heads": (*heads, *[axis for axis in queries if axis not in lengths]),
+        "key_heads": tuple(heads),
         "keys": tuple([axis for axis in key.axes if axis in along]),
         "terms": tuple([axis for axis in query.axes if isinstance(axis, str)]),
         "features": tuple([axis for axis in value.axes if isinstance(axis, str)]),
     }
 
 
-def _said(values: Values, masks: Sequence[Any], attention: Attention) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Returns masks as options and numbers of keys of a kernel, and those of the masks that this says all of."""
-    before, behind, said, lengths = math.inf, math.inf, list[Any](), list[Any]()
-    for condition, axes in masks:
-        if (band := _band(values, condition, axes, attention)) is not None:
+def _in_words(values: Values, masks: list[_Array], groups: dict[str, Places], sizes: dict[Any, Any]) -> tuple[Any, Any]:
+    """Returns options and arrays of a kernel that say what masks do: numbers of keys, and the masks that are left."""
+    before, behind, left, lengths = math.inf, math.inf, list[_Array](), list[_Array]()
+    for mask in masks:
+        if (band := _band(values, mask, groups, sizes)) is not None:
             before, behind = min(before, band[0]), min(behind, band[1])
-        elif (length := _number_of_keys(values, condition, axes, attention)) is not None:
+        elif (length := _number_of_keys(values, mask, groups)) is not None:
             lengths.append(length)
         else:
-            continue
-        said.append((condition, axes))
+            left.append(mask)
     options: dict[str, Any] = {"is_causal": behind == 0}
     if before < math.inf or 0 < behind < math.inf:
-        ends, sizes = zip((before, behind), attention.axes("lengths keys"), strict=True), dict(attention.sizes)
-        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else int(n) for n, axis in ends])
-    return options, said, lengths
+        ends = zip((before, behind), groups["lengths"] + groups["keys"], strict=True)
+        options["local_window_size"] = tuple([sizes[axis] if math.isinf(n) else n for n, axis in ends])
+    return options, left + lengths
 
 
-def _band(values: Values, condition: Condition, axes: Places, attention: Attention) -> tuple[float, float] | None:
+def _band(values: Values, mask: _Array, groups: dict[str, Places], sizes: dict[Any, Any]) -> tuple[float, float] | None:
     """Returns how far before and behind a query the keys may be that a mask keeps; None if these are no band."""
-    elements, lengths, keys = values.elements_of(condition.atom), attention.axes("lengths"), attention.axes("keys")
-    if elements is None or len(elements.along) != 2 or not len(lengths) == len(keys) == 1:
+    elements: Any = values.elements_of(mask.atom)
+    lengths, keys = groups["lengths"], groups["keys"]
+    along = placed(elements.along, mask.axes) if elements else ()
+    if len(along) != 2 or along not in (lengths + keys, keys + lengths) or len(keys) != 1:
         return None
-    kept, along = elements.array == condition.keep, placed(elements.along, axes)
-    if along == keys + lengths:
-        kept, along = kept[::-1], lengths + keys
-    if along != lengths + keys or kept.all() or not kept.any():
-        return None
-    distances = (np.flatnonzero(kept) + 1 - count(dict(attention.sizes)[keys[0]])).tolist()  # of queries from keys
+    kept = (elements.array == mask.number[0])[:: 1 if along[1] in keys else -1]
+    distances = (np.flatnonzero(kept) + 1 - count(sizes[keys[0]])).tolist()  # of queries from keys
     behind, before = -distances[0], distances[-1]
     if len(distances) != behind + 1 + before or min(behind, before) < 0:
         return None
     return math.inf if kept[-1] else before, math.inf if kept[0] else behind
 
 
-def _number_of_keys(values: Values, condition: Condition, axes: Places, attention: Attention) -> _Array | None:
+def _number_of_keys(values: Values, mask: _Array, groups: dict[str, Places]) -> _Array | None:
     """Returns the array of numbers of keys, if a mask keeps as many; None if it keeps others."""
-    if (name := values.name(condition.atom)) not in ("lt", "le", "gt", "ge"):
+    if (name := values.name(mask.atom)) not in ("lt", "le", "gt", "ge"):
         return None
-    low, high = map(values.read, values.eqns[condition.atom].invars[:: -1 if name in ("gt", "ge") else 1])
-    x, index, n = (high, low, int(name in ("le", "ge"))) if condition.keep else (low, high, int(name in ("lt", "gt")))
-    indices, own, is_integer = index.known, placed(x.axes, axes), jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
-    if not (isinstance(indices, Elements) and indices.step == 1 and is_integer and x.number is None):
+    low, high = values.eqns[mask.atom].invars[:: -1 if name in ("gt", "ge") else 1]
+    end, index, n = (high, low, name in ("le", "ge")) if mask.number[0] else (low, high, name in ("lt", "gt"))
+    x, indices = values.read(end), values.elements_of(index)
+    if indices is None or indices.step != 1 or placed(indices.along, mask.axes) != groups["keys"]:
         return None
-    if placed(indices.along, axes) != attention.axes("keys") or not {*own} <= {*attention.axes("rows"), None}:
+    own, is_integer = placed(x.axes, mask.axes), jnp.issubdtype(jx.dtype_of(x.atom), jnp.integer)
+    if x.number is not None or not is_integer or not {*own} <= {*groups["rows"], None}:
         return None
     return _Array("key_value_seq_lengths", x.atom, own, n - int(indices.array[0]))

@@ -7,7 +7,7 @@ loops, branches, checkpoints and other calls are programs of their own, which ar
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +79,6 @@ class _Equation:
         eqn: the equation, with the kernel in its jaxprs.
         scope: the scope that it is in.
         calls: the calls around it that are read in place, the outermost first.
-        body: the equations of a call that is read in place.
         inputs: the variables that it reads.
         found: the attention in its jaxprs, or that it is the last product of.
     """
@@ -87,7 +86,6 @@ class _Equation:
     eqn: Any
     scope: Scope
     calls: "tuple[_Equation, ...]"
-    body: "list[_Equation]" = dataclasses.field(default_factory=list)
     found: list[Found] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,34 +117,31 @@ class _Program:
 
     def __init__(self, jaxpr: Any, given: Sequence[Elements | None], scope: Scope, kernel: Any, dtype: Any) -> None:
         """Takes the arguments of `rewrite`."""
-        self._jaxpr, self._kernel, self._dtype = jx.open_jaxpr(jaxpr)[0], kernel, dtype
+        (self._jaxpr, consts), self._kernel, self._dtype = jx.open_jaxpr(jaxpr), kernel, dtype
+        self._name = kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)
         self._producers, self._tried = dict[Any, _Equation](), dict[Any, Any]()
-        self._values = Values(dict(zip(self._jaxpr.invars, given, strict=True)))
-        names = dict[Any, Any]()
-        self._equations = self._read(jaxpr, scope, (), names)
+        elements = dict(zip(self._jaxpr.invars, given, strict=True))
+        self._values = Values(elements, dict(zip(self._jaxpr.constvars, consts, strict=True)))
+        self._equations, names = list[_Equation](), dict[Any, Any]()
+        self._read(self._jaxpr.eqns, scope, (), names)
         self._outs = _named(self._jaxpr.outvars, names)
-        self._flat = list(_flat(self._equations))
         self._readers, self._within = self._find_readers(), dict[_Equation, list[_Equation]]()
         self._replaced = self._replace_attention()
-        self.found = [found for each in self._flat for found in each.found]
+        self.found = [found for each in self._equations for found in each.found]
 
     @property
     def is_changed(self) -> bool:
         """Whether it calls the kernel."""
         return any(found.kernel for found in self.found)
 
-    def _read(self, jaxpr: Any, scope: Scope, calls: tuple[_Equation, ...], names: dict[Any, Any]) -> list[_Equation]:
-        """Returns the equations of a jaxpr; `names` has the variables that have other names in the program."""
-        (opened, consts), equations = jx.open_jaxpr(jaxpr), list[_Equation]()
-        self._values.constants |= zip(_named(opened.constvars, names), consts, strict=True)
-        for eqn in opened.eqns:
-            if calls:
-                names |= {var: Var(var.aval) for var in eqn.outvars if var not in names}
-            equations.append(each := _Equation(_with_names(eqn, names) if names else eqn, scope, calls))
+    def _read(self, eqns: Any, scope: Scope, calls: tuple[_Equation, ...], names: dict[Any, Any]) -> None:
+        """Reads the equations of a jaxpr; `names` has the variables that have other names in the program."""
+        for eqn in eqns:
+            each = _Equation(_with_names(eqn, names) if names else eqn, scope, calls)
             if eqn.primitive.name not in jx.HIGHER_ORDER or not self._read_jaxprs(each, names):
+                self._equations.append(each)
                 self._values.add(each.eqn, each.inputs)
                 self._producers |= dict.fromkeys(each.eqn.outvars, each)
-        return equations
 
     def _read_jaxprs(self, each: _Equation, names: dict[Any, Any]) -> bool:
         """Finds attention in the jaxprs of an equation. Reads a call in place, and returns whether it has."""
@@ -156,48 +151,61 @@ class _Program:
             return False
         scope, bodies = each.scope.inside(eqn), list[_Body]()
         if any(_may_have_attention(jaxpr) for jaxpr, _ in jx.entries(structure)):
-            consts = structure.consts if isinstance(structure, jx.Loop) else slice(None)
-            constant = range(len(eqn.invars))[consts]  # a loop may change its other operands
+            # A loop may change its other operands.
+            constant = range(len(eqn.invars))[structure.consts if isinstance(structure, jx.Loop) else slice(None)]
             for jaxpr, places in jx.entries(structure):
                 given = tuple([self._values.elements_of(eqn.invars[i]) if i in constant else None for i in places])
                 bodies.append(body := _Body((jaxpr, given, scope, self._kernel, self._dtype)))
                 each.found += [x._replace(eqns=(*each.path, *x.eqns)) for x in rewrite(*body.args)[1]]
+        is_checkpoint = jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
         if isinstance(structure, jx.Call) and structure.rule is not None:
             why = "the function around it has a derivative of its own"
             each.found = [found._replace(kernel="", why=why) for found in each.found]
         elif any(found.kernel for found in each.found):
             jaxpr = _traced(each, jax.jit(lambda *args: run(eqn, bodies, args)), eqn.invars)
-            names |= self._replace(each, jaxpr, eqn.invars)
-        elif (
-            isinstance(structure, jx.Call)
-            and structure.is_plain
-            and not jx.versions.is_checkpoint(eqn.primitive, **eqn.params)
-        ):
-            inner, results = _names_inside(structure.jaxpr, [eqn.invars[i] for i in structure.operands], eqn.outvars)
-            each.body, each.found = self._read(structure.jaxpr, scope, (*each.calls, each), inner), []
-            names |= results
+            self._replace(each, jaxpr, eqn.invars, names)
+        elif isinstance(structure, jx.Call) and structure.is_plain and not is_checkpoint:
+            inner = self._names_inside(structure.jaxpr, [eqn.invars[i] for i in structure.operands], eqn.outvars, names)
+            self._read(jx.open_jaxpr(structure.jaxpr)[0].eqns, scope, (*each.calls, each), inner)
             return True
         return False
 
-    def _replace(self, each: _Equation, jaxpr: Any, operands: Sequence[Any]) -> dict[Any, Any]:
-        """Puts the one equation of a jaxpr in place of another, and returns other names of its results."""
+    def _names_inside(self, jaxpr: Any, operands: Sequence[Any], outvars: Sequence[Any], names: Any) -> dict[Any, Any]:
+        """Returns the names of the variables of a jaxpr in place of an equation.
+
+        Adds to `names` those results of the equation that are an operand, a constant, or another result.
+        """
         opened, consts = jx.open_jaxpr(jaxpr)
-        inner, results = _names_inside(jaxpr, operands, each.eqn.outvars)
-        self._values.constants |= zip(_named(opened.constvars, inner), consts, strict=True)
-        new = _with_names(opened.eqns[0], inner)
+        inner: dict[Any, Any] = {var: Var(var.aval) for var in opened.constvars}
+        self._values.constants |= zip(inner.values(), consts, strict=True)
+        inner |= zip(opened.invars, operands, strict=True)
+        results = zip(opened.outvars, outvars, strict=True)
+        inner |= {var: name for var, name in results if isinstance(var, Var) and var not in inner}
+        inner |= {var: Var(var.aval) for eqn in opened.eqns for var in eqn.outvars if var not in inner}
+        named = zip(outvars, _named(opened.outvars, inner), strict=True)
+        names |= {var: name for var, name in named if name is not var}
+        return inner
+
+    def _replace(self, each: _Equation, jaxpr: Any, operands: Sequence[Any], names: dict[Any, Any]) -> None:
+        """Puts the one equation of a jaxpr in place of another; for `names` see `_names_inside`."""
+        inner = self._names_inside(jaxpr, operands, each.eqn.outvars, names)
+        new = _with_names(jx.open_jaxpr(jaxpr)[0].eqns[0], inner)
         each.eqn = new.replace(source_info=each.eqn.source_info, ctx=each.eqn.ctx)
         each.__post_init__()
-        return results
 
     def _replace_attention(self) -> list[_Equation]:
         """Finds attention, calls the kernel in place of the last product of each, and returns these products."""
-        matches, name = dict[_Equation, Match](), name_of(self._kernel)
-        for each in self._flat:
-            if each.eqn.primitive is lax.dot_general_p and not self._values.exponentials.isdisjoint(each.inputs):
-                try:
-                    matches |= self._match(each)
-                except AsWrittenError as error:
-                    each.found = [Found(each.path, "", str(error))]
+        matches = dict[_Equation, Match]()
+        for each in self._equations:
+            is_product = each.eqn.primitive is lax.dot_general_p and each.eqn.outvars[0] in self._readers
+            if not is_product or self._values.exponentials.isdisjoint(each.inputs):
+                continue
+            try:
+                if (found := match(self._values, each.eqn, self._kernel, self._dtype)) is not None:
+                    self._within[each] = self._between(found, each)
+                    matches[each] = found
+            except AsWrittenError as error:
+                each.found = [Found(each.path, "", str(error))]
         is_settled = False
         while not is_settled:  # attention may read the weights of other attention
             is_settled = True
@@ -205,15 +213,15 @@ class _Program:
                 why, warning = self._read_again(each, matches), ""
                 if not why and (call := self._call(each, found))[0] is None:
                     why = call[-1]
-                    warning = f"`{name}` refuses attention of the function, which stays as it is written: {why}"
+                    warning = f"`{self._name}` refuses attention of the function, which stays as it is written: {why}"
                 if why:
                     each.found, is_settled = [Found(each.path, "", why, warning)], False
                     del matches[each]
         for each, found in matches.items():
-            self._call_kernel(each, found, name)
+            self._call_kernel(each, found)
         return [*matches]
 
-    def _call_kernel(self, each: _Equation, match: Match, name: str) -> None:
+    def _call_kernel(self, each: _Equation, match: Match) -> None:
         """Calls the kernel in place of a product; what it refuses of it is computed as it is written."""
         jaxpr, attention, operands, words = self._call(each, match)
         why, warning, on_cpu = str(attention), "", ""
@@ -225,49 +233,41 @@ class _Program:
             run: Callable[..., Any] = functools.partial(_of_first, call_of(attention), n)
             if words:
                 why += f"; its derivative as it is written: {words}"
-                run = _with_derivative_of(run, written, n, name, words)
+                run = _with_derivative_of(run, written, n, self._name, words)
             if on_cpu:
                 why += f"; on a CPU as it is written: {on_cpu}"
-                warning = f"`{name}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
+                warning = f"`{self._name}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
                 run = functools.partial(_on_each_platform, run, written, n)
             operands = *operands, *inputs
             jaxpr = _traced(each, jax.jit(run), operands)
-        each.found = [Found(each.path, name, why, warning)]
-        self._replace(each, jaxpr, operands)
+        each.found = [Found(each.path, self._name, why, warning)]
+        self._replace(each, jaxpr, operands, {})
 
-    def _match(self, each: _Equation) -> dict[_Equation, Match]:
-        """Returns the attention that ends in a product, by the product; see `match`."""
-        found = (
-            match(self._values, each.eqn, self._kernel, self._dtype) if each.eqn.outvars[0] in self._readers else None
-        )
-        if found is None:
-            return {}
-        first = self._producers[found.product]
-        self._within[each] = self._between(first, found, each)
-        _, *others = self._within[each]
-        for x in (*others, first, each):
-            if why := x.scope.why_not(x.eqn):
-                raise AsWrittenError(why)
-        return {each: found}
+    def _between(self, match: Match, last: _Equation) -> list[_Equation]:
+        """Returns the equations that compute the weights from the first product, and this product.
 
-    def _between(self, first: _Equation, match: Match, last: _Equation) -> list[_Equation]:
-        """Returns the equations that compute the weights from the first product, and this product."""
-        reached, chain = {match.product}, [first]
-        for each in self._flat[self._flat.index(first) : self._flat.index(last)]:
-            if not reached.isdisjoint(each.inputs):
-                chain.append(each)
-                reached.update({*each.eqn.outvars} - match.given)
-        needed, within = {match.weights}, list[_Equation]()
-        for each in reversed(chain):
+        Raises:
+            AsWrittenError: one of them, or the last product, does not run in the dtype of the kernel.
+        """
+        first = self._producers[match.product]
+        needed, reached, behind, within = {match.weights}, {match.product}, list[_Equation](), list[_Equation]()
+        for each in self._equations[self._equations.index(last) - 1 : self._equations.index(first) : -1]:
             if not needed.isdisjoint(each.eqn.outvars):
-                within.append(each)
+                behind.append(each)
                 needed.update({*each.inputs} - match.given)
-        return within[::-1]
+        for each in reversed(behind):
+            if not reached.isdisjoint(each.inputs):
+                within.append(each)
+                reached.update({*each.eqn.outvars} - match.given)
+        for each in (*within, first, last):
+            if why := each.scope.why_not(each.eqn):
+                raise AsWrittenError(why)
+        return [first, *within]
 
     def _find_readers(self) -> dict[Any, list[_Equation | None]]:
         """Returns the equations that read each variable, of those that have a use; None for the results."""
         readers: dict[Any, list[_Equation | None]] = {atom: [None] for atom in self._outs if isinstance(atom, Var)}
-        for each in reversed(self._flat):
+        for each in reversed(self._equations):
             if each.eqn.effects or not readers.keys().isdisjoint(each.eqn.outvars):
                 for atom in each.inputs:
                     readers.setdefault(atom, []).append(each)
@@ -282,8 +282,7 @@ class _Program:
             return "its weights are returned" if others else ""
         if jx.is_of_derivative(others[0].eqn.source_info.name_stack):
             return "its derivative is in the program as well: write `jax.grad(autocast(f))` for `autocast(jax.grad(f))`"
-        lines = [str(frame) for eqn in others[0].path[::-1] for frame in jx.frames_of(eqn)]
-        return f"its weights are read again at {lines[0]}" if lines else "its weights are read again"
+        return f"its weights are read again at {jx.Site.at(others[0].path).source or 'an unknown line'}"
 
     def _call(self, each: _Equation, match: Match) -> tuple[Any, Attention, Sequence[Var], str]:
         """Returns a call of the kernel as a jaxpr, what it computes, what it reads, and the words of the kernel.
@@ -317,15 +316,11 @@ class _Program:
         for atom in [x for each in self._replaced for x in each.eqn.invars if x in self._producers]:
             opened |= {call for call in self._producers[atom].calls if atom not in call.eqn.outvars}
 
-        def keep(equations: Sequence[_Equation]) -> None:
-            for each in reversed(equations):
-                if each in opened:
-                    keep(each.body)
-                elif each.eqn.effects or not needed.isdisjoint(each.eqn.outvars):
-                    needed.update(each.inputs)
-                    kept.append(jx.in_scopes_of([call.eqn for call in each.calls], each.eqn))
-
-        keep(self._equations)
+        paths = [[call for call in (*each.calls, each) if call not in opened] for each in self._equations]
+        for each in dict.fromkeys([top for top, *_ in reversed(paths)]):
+            if each.eqn.effects or not needed.isdisjoint(each.eqn.outvars):
+                needed.update(each.inputs)
+                kept.append(jx.in_scopes_of([call.eqn for call in each.calls], each.eqn))
         consts = {var: x for var, x in self._values.constants.items() if var in needed}
         jaxpr = self._jaxpr.replace(constvars=[*consts], eqns=kept[::-1], outvars=self._outs)
         return ClosedJaxpr(jaxpr, [*consts.values()])
@@ -337,26 +332,6 @@ def _named(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 def _with_names(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=_named(eqn.invars, names), outvars=_named(eqn.outvars, names))
-
-
-def _names_inside(jaxpr: Any, operands: Sequence[Any], outvars: Sequence[Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Returns the names of the variables of a jaxpr in place of an equation, and its results that have another name.
-
-    Those are an operand, a constant, or another result.
-    """
-    opened, _ = jx.open_jaxpr(jaxpr)
-    inner: dict[Any, Any] = {var: Var(var.aval) for var in opened.constvars}
-    inner |= zip(opened.invars, operands, strict=True)
-    results = zip(opened.outvars, outvars, strict=True)
-    inner |= {var: name for var, name in results if isinstance(var, Var) and var not in inner}
-    pairs = zip(outvars, _named(opened.outvars, inner), strict=True)
-    return inner, {var: name for var, name in pairs if name is not var}
-
-
-def _flat(equations: Sequence[_Equation]) -> Iterator[_Equation]:
-    """Yields equations, those of a call that is read in place instead of the call."""
-    for each in equations:
-        yield from _flat(each.body) if each.body else [each]
 
 
 # The primitives whose derivatives are those of JAX, which refuses none.
@@ -462,9 +437,7 @@ def _may_raise(primitive: Primitive, *args: Any, **params: Any) -> bool:
 _rewritten = jx.Cache()
 
 
-def rewrite(
-    jaxpr: Any, given: tuple[Elements | None, ...], scope: Scope, kernel: Any, dtype: Any
-) -> tuple[Any, list[Found]]:
+def rewrite(jaxpr: Any, given: Sequence[Elements | None], scope: Scope, kernel: Any, dtype: Any) -> Any:
     """Returns a jaxpr with the kernel in place of each attention, the same for the same jaxpr, and what was found.
 
     Args:
@@ -480,7 +453,8 @@ def rewrite(
         program = _Program(jaxpr, given, scope, kernel, dtype)
         return program.rewritten() if program.is_changed else None, program.found
 
-    keys = tuple(map(id, consts)), tuple([x and x.key for x in given]), jax.sharding.get_abstract_mesh()
+    known = tuple([x and (x.along, x.array.dtype, x.array.tobytes()) for x in given])
+    keys = tuple(map(id, consts)), known, jax.sharding.get_abstract_mesh()
     new, found = _rewritten(opened, (*keys, scope, kernel, dtype), make)
     return new or jaxpr, found
 
@@ -518,8 +492,3 @@ def check_kernel(kernel: Any) -> None:
             f"with its signature that can be hashed, got {quote(kernel)}; for a kernel of another library write "
             "`attention=kernel`, the function itself"
         )
-
-
-def name_of(kernel: Any) -> str:
-    """Returns what `explain` and warnings call a kernel."""
-    return kernel if isinstance(kernel, str) else getattr(kernel, "__name__", type(kernel).__name__)

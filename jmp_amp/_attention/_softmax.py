@@ -1,10 +1,9 @@
 """Reads values of a program as softmaxes of terms, however they are written.
 
-What is read of a value goes forward from what is read of the operands of its op. It is one of three:
+What is read of a value goes forward from what is read of the operands of its op. It is one of two:
 
-- its `Elements`, if it depends on indices and constants alone: NumPy computes them;
-- a `Form`, a sum of terms or the exponential of one;
-- a `Choice` of two numbers, as a mask is.
+- its `Elements`, if it depends on indices and constants alone, or on flags: NumPy computes them;
+- a `Form`, a sum of terms or the exponential of one.
 
 A sum of exponentials is the exponential of a `_LogSum`, a term that is constant along the axes that it sums, as is the
 largest score that a softmax subtracts. So the form of every softmax is the exponential of `scores - logsum(scores)`.
@@ -83,7 +82,7 @@ def placed(axes: Places, places: Any) -> Places:
 
 
 class Elements(NamedTuple):
-    """The elements of a value that depends on indices and constants alone, without those that repeat.
+    """The elements of a value that depends on indices and constants alone, or on flags, without those that repeat.
 
     A mask of 32,768 queries and keys has 10**9 elements. If it depends on the difference of two indices, it is computed
     for each difference, of which there are 65,535.
@@ -92,19 +91,17 @@ class Elements(NamedTuple):
         array: the elements.
         along: no axis, if all elements are one number; the axis along which the elements are; or two axes of n and m
             elements, and the elements are those for the differences 1 - m to n - 1 of the indices along them.
+        mask: None if the value depends on indices and constants alone. If it depends on flags, its two elements are in
+            `array`: the one where the mask does not hold, and the one where it does.
     """
 
     array: Any
     along: Places = ()
-
-    @property
-    def key(self) -> Any:
-        """The same for equal elements."""
-        return self.along, self.array.dtype, self.array.tobytes()
+    mask: Any = None
 
     def placed(self, places: Any) -> "Elements":
         """Returns the elements of the value with its axes moved."""
-        return Elements(self.array, placed(self.along, places))
+        return Elements(self.array, placed(self.along, places), self.mask and self.mask.placed(places))
 
     @property
     def step(self) -> int | None:
@@ -151,11 +148,6 @@ class Form(NamedTuple):
         return self._replace(terms={(term, placed(axes, places)): n for (term, axes), n in self.terms.items()})
 
 
-def mask_of(condition: Any, axes: Places) -> Form:
-    """Returns a mask that has one condition."""
-    return Form({(condition, axes): 1})
-
-
 class Condition(NamedTuple):
     """Says of each element of a value whether it is one number or another.
 
@@ -168,18 +160,6 @@ class Condition(NamedTuple):
     atom: Any
     keep: Any
     other: Any
-
-
-class Choice(NamedTuple):
-    """A value that is `on` where all conditions of a mask hold, and `off` elsewhere."""
-
-    mask: Form
-    on: Any
-    off: Any
-
-    def placed(self, places: Any) -> "Choice":
-        """Returns the choice with its axes moved."""
-        return self._replace(mask=self.mask.placed(places))
 
 
 class Scaled(NamedTuple):
@@ -198,14 +178,14 @@ class _LogSum(NamedTuple):
     along: frozenset[int]
 
 
-Known = Elements | Form | Choice | None
+Known = Elements | Form | None
 
 
 class Reading(NamedTuple):
     """What is read of a value.
 
     Attributes:
-        known: its elements, or the form or the choice that it is; None if it is a term of its own.
+        known: its elements, or the form that it is; None if it is a term of its own.
         atom: what it was before it was only moved.
         axes: the places of the axes of that.
     """
@@ -217,7 +197,7 @@ class Reading(NamedTuple):
     @property
     def number(self) -> Any:
         """The number that all elements are; None if there is none, or it is not known."""
-        return self.known.array.item() if isinstance(self.known, Elements) and not self.known.along else None
+        return self.known.array.item() if isinstance(self.known, Elements) and not self.known.array.ndim else None
 
     @property
     def form(self) -> Form | None:
@@ -233,29 +213,27 @@ class Reading(NamedTuple):
 
     def mask(self, kept: Any, is_fill: Callable[[Any], bool] = lambda n: True) -> Form | None:
         """Returns a mask that holds where the value is `kept`; None if it is no choice of that and a fill value."""
-        known = self.known
+        if not isinstance(self.known, Elements):
+            return None
         if self.number is not None:
             return Form({}) if self.number == kept else None
-        if isinstance(known, Elements):
-            x = known.array
-            ends = [True, False] if x.dtype == np.bool_ else [x.max().item(), x.min().item()]
-            is_choice = ends[0] != ends[1] and bool(((x == ends[0]) | (x == ends[1])).all())
-            known = Choice(mask_of(Condition(self.atom, *ends), self.axes), *ends) if is_choice else None
-        if not isinstance(known, Choice) or kept not in (known.on, known.off):
+        array, _, mask = self.known
+        fills = array[array != kept]
+        if not 0 < len(fills) < len(array) or not _is_uniform(fills) or not is_fill(fills[0].item()):
             return None
-        if known.on == kept:
-            return known.mask if is_fill(known.off) else None
-        ((condition, axes), *others) = known.mask.terms  # where not all of several conditions hold, is one of its own
-        if others:
-            condition, axes = Condition(self.atom, known.on, known.off), self.axes
-        opposite = Condition(condition.atom, condition.other, condition.keep)
-        return mask_of(opposite, axes) if is_fill(known.on) else None
+        if mask and array[1] == kept:
+            return mask
+        condition, axes = Condition(self.atom, kept, fills[0].item()), self.axes
+        if mask and len(mask.terms) == 1:
+            ((opposite, axes),) = mask.terms
+            condition = Condition(opposite.atom, opposite.other, opposite.keep)
+        return Form({(condition, axes): 1})
 
     def moved(self, places: Places, var: Var) -> "Reading":
         """Returns what is read of a variable that has the same elements elsewhere, maybe in another dtype."""
         known = self.known and self.known.placed(places)
         if isinstance(known, Elements):
-            known = Elements(known.array.astype(jx.dtype_of(var)), known.along)
+            known = Elements(known.array.astype(jx.dtype_of(var)), known.along, known.mask)
         if isinstance(known, Form) and not jx.is_floating(var):
             known = None
         if jx.is_floating(self.atom) != jx.is_floating(var) or _is_flag(self.atom) != _is_flag(var):
@@ -272,10 +250,10 @@ class Values:
         exponentials: the variables that are computed from an exponential by ops that are read.
     """
 
-    def __init__(self, given: Mapping[Var, Elements | None]) -> None:
-        """Takes the elements of the inputs of the program; None for those that are not known."""
-        self._given, self.eqns = given, dict[Any, Any]()
-        self.constants: dict[Any, Any] = {}
+    def __init__(self, given: Mapping[Var, Elements | None], constants: dict[Var, Any]) -> None:
+        """Takes the elements of the inputs of the program, None for those that are not known, and its constants."""
+        self._given, self.constants = given, constants
+        self.eqns: dict[Any, Any] = {}
         self.exponentials: set[Any] = set()
         self._readings: dict[Any, Reading] = {}
 
@@ -289,7 +267,7 @@ class Values:
     def elements_of(self, atom: Any) -> Elements | None:
         """Returns the elements of a value; None if it depends on more than indices and constants."""
         known = self.read(atom).known
-        return known if isinstance(known, Elements) else None
+        return known if isinstance(known, Elements) and known.mask is None else None
 
     def name(self, atom: Any) -> str:
         """Returns the name of the primitive that computes a value; empty for an input or a constant."""
@@ -313,7 +291,7 @@ class Values:
             waiting += unread
         return self._readings[atom]
 
-    def _read(self, var: Var, operands: Sequence[Reading]) -> Reading:
+    def _read(self, var: Any, operands: Sequence[Reading]) -> Reading:
         """Reads a value, given what is read of the operands of its op."""
         eqn: Any = self.eqns.get(var)
         known: Known = self._given.get(var)
@@ -326,35 +304,20 @@ class Values:
             if (places := _moved(eqn)) is not None:
                 return operands[0].moved(places, var)
             known = _computed(eqn, [x.known for x in operands]) or self._combined(eqn, operands)
-        if (
-            isinstance(known, Elements)
-            and _is_uniform(known.array)
-            and all(isinstance(n, int) for n in jx.shape_of(var) or ())
-        ):
+        if isinstance(known, Elements) and _is_uniform(known.array) and all(isinstance(n, int) for n in var.aval.shape):
             known = Elements(known.array.flat[0])
         if known is None and _is_flag(var):
-            known = Choice(mask_of(Condition(var, True, False), axes_of(var)), True, False)
+            known = _all(True, Form({(Condition(var, True, False), axes_of(var)): 1}))
         return Reading(known, var, axes_of(var))
 
     def _combined(self, eqn: Any, operands: Sequence[Reading]) -> Known:
-        """Returns what is known of the result of an op, given what is known of its operands; None if nothing is."""
-        choices = [x.known for x in operands if isinstance(x.known, Choice)]
-        ends = [(x.known.on, x.known.off) if isinstance(x.known, Choice) else (x.number,) * 2 for x in operands]
-        if len(choices) == 1 and not any(None in each for each in ends):
-            on, off = (_fold(eqn, each) for each in zip(*ends, strict=True))
-            if on is not None and off is not None:
-                return choices[0]._replace(on=on.item(), off=off.item()) if on != off else Elements(on)
+        """Returns the result of an op as a sum of terms, an exponential or a mask; None if it is a term of its own."""
         name = eqn.primitive.name
         if name in ("and", "or"):
             return _all(name == "and", *[x.mask(name == "and") for x in operands])
         if name == "select_n":
             return _selected(eqn, *operands) if len(operands) == 3 else None
-        return self._sum(eqn, operands)
-
-    def _sum(self, eqn: Any, operands: Sequence[Reading]) -> Form | None:
-        """Returns the result of an op as a sum of terms, or an exponential; None if it is a term of its own."""
-        name, forms = eqn.primitive.name, list[Any]([x.form for x in operands])
-        if None in forms:
+        if None in (forms := list[Any]([x.form for x in operands])):
             return None
         form, key = None, (name, *[x.is_exp for x in forms])
         if key in _COMBINED:
@@ -380,7 +343,7 @@ class Values:
         by = other.number
         if form.is_exp:
             mask = other.mask(1, lambda n: n == 0)  # flags as numbers: `weights * mask`
-            return form if by == 1 else mask and form.plus(mask._replace(is_exp=True))
+            return mask and form.plus(mask)
         if by is not None:
             return form.times(by**power) if by else None
         (((term, axes), n), *others) = form.terms.items() or [(ONE, 0)]
@@ -429,35 +392,30 @@ def _is_uniform(x: Any) -> bool:
 
 def _computed(eqn: Any, operands: Sequence[Any]) -> Elements | None:
     """Returns the elements of the result of an op; None if it has more than those along an axis or a difference."""
-    alongs = {x.along for x in operands if isinstance(x, Elements)} - {()}
     if not all(isinstance(x, Elements) for x in operands):
         return None
-    arrays = [x.array for x in operands]
-    if len(alongs) > 1:
+    arrays, sources = [x.array for x in operands], {x[1:] for x in operands} - {((), None)}
+    if len(sources) > 1:
         # Where the steps along both axes are the same, the difference of two elements is one of their indices.
         steps = {x.step for x in operands}
         if eqn.primitive.name not in ("sub", *_COMPARISONS) or None in steps or len(steps) > 1:
             return None
         differences = np.arange(1 - len(arrays[1]), len(arrays[0]))
         first = np.maximum(differences, 0)
-        arrays, alongs = [arrays[0][first], arrays[1][first - differences]], {operands[0].along + operands[1].along}
-    array = _fold(eqn, arrays)
-    return None if array is None else Elements(array, *alongs)
-
-
-def _fold(eqn: Any, values: Sequence[Any]) -> Any:
-    """Returns what an op computes from numbers or arrays of NumPy; None if that is not known."""
-    fold = _FOLDS.get(eqn.primitive.name) or rule_of(eqn).fold
+        arrays = [arrays[0][first], arrays[1][first - differences]]
+        sources = {(operands[0].along + operands[1].along, None)}
+    if (fold := _FOLDS.get(eqn.primitive.name) or rule_of(eqn).fold) is None:
+        return None
     with np.errstate(all="ignore"):
-        return None if fold is None else np.asarray(fold(*values), jx.dtype_of(eqn.outvars[0]))
+        return Elements(np.asarray(fold(*arrays), jx.dtype_of(eqn.outvars[0])), *next(iter(sources), ()))
 
 
-def _all(value: bool, *masks: Any) -> Choice | None:
+def _all(value: bool, *masks: Any) -> Elements | None:
     """Returns flags that are `value` where all masks hold."""
-    return None if None in masks else Choice(functools.reduce(Form.plus, masks), value, not value)
+    return None if None in masks else Elements(np.array([not value, value]), (), functools.reduce(Form.plus, masks))
 
 
-def _selected(eqn: Any, which: Reading, *cases: Reading) -> Form | Choice | None:
+def _selected(eqn: Any, which: Reading, *cases: Reading) -> Known:
     """Returns scores, weights or flags with a fill value where flags say so."""
     for (fill, kept), value in ((cases, True), (cases[::-1], False)):
         mask, form, number = which.mask(value), kept.form, fill.number
@@ -466,7 +424,7 @@ def _selected(eqn: Any, which: Reading, *cases: Reading) -> Form | Choice | None
         if _is_flag(eqn.outvars[0]) and number == 0:  # `flag & x`, as `jnp.tril` writes it
             return _all(True, mask, kept.mask(True))
         if form is not None and (number == 0 if form.is_exp else number <= _MASKED):
-            return form.plus(mask._replace(is_exp=form.is_exp))
+            return form.plus(mask)
     return None
 
 
@@ -478,10 +436,9 @@ def _summed(form: Form, eqn: Any) -> Form | None:
     if not along <= {axis for _, places in inside for axis in places}:
         return None
     kept = [axis for axis in range(len(before.aval.shape)) if axis not in axes]
-    places = {axis: kept.index(axis) for axis in kept}
+    places = {axis: kept.index(axis) if axis in kept else None for axis in range(len(before.aval.shape))}
     rest = Form({key: n for key, n in form.terms.items() if key not in inside}, is_exp=True).placed(places)
-    outer = placed(axes_of(before), {axis: places.get(axis) for axis in range(len(before.aval.shape))})
-    return rest.plus(Form({(_LogSum(Form(inside), along), outer): 1}, is_exp=True))
+    return rest.plus(Form({(_LogSum(Form(inside), along), placed(axes_of(before), places)): 1}))
 
 
 def softmax_of(form: Form | None) -> tuple[Form, frozenset[int]] | None:
