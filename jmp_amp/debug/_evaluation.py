@@ -91,81 +91,43 @@ class Tape:
         return carry, ys
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Evaluator:
-    """A program, its arguments, and how to evaluate it.
-
-    Attributes:
-        program: the program, a closed jaxpr.
-        arrays: its arguments; one with NaN or +inf is the cause `argument_id`.
-        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
-            values that any other op or argument introduces. None allows all.
-        trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
-            with values replaced, the loop might never end.
-        tape: where `around` records arrays of a traced evaluation.
-        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
-        wide: the dtype that narrower values are computed in; None for the traced dtypes.
-        region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
-            Outside of the region, casts remain, and an op reads the widest of its operands.
-        around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
-        as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
-        holds: the ids of the values to keep as `Node.held`.
-        until: the id of the last op to evaluate; None evaluates all.
-        clock: is told of each op, and says when to stop.
-    """
-
-    program: Any
-    arrays: Sequence[Any]
-    allowed: Collection[Id] | None = None
-    trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
-    tape: Tape = dataclasses.field(default_factory=Tape)
-    loss_factor: float = 1.0
-    wide: Any = None
-    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
-    around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
-    as_one: Collection[str] = ()
-    holds: Collection[Id] = ()
-    until: Id | None = None
-    clock: Clock = dataclasses.field(default_factory=Clock)
-
-    @property
-    def names(self) -> Any:
-        """The paths of the arguments."""
-        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
-
-    @property
-    def ops(self) -> list[JaxprEqn]:
-        """The equations of the program that hold no others."""
-        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
-
-    def run(self) -> "Interpretation":
-        """Evaluates the program op by op."""
-        return Interpretation(self).run()
-
-    def trace(self) -> "Evaluation":
-        """Evaluates the program as a part of one that JAX traces."""
-        return Evaluation(self).run()
-
-
+@dataclasses.dataclass(eq=False)
 class Evaluation:
     """An evaluation of a program, as a part of one that JAX traces.
 
     Attributes:
-        evaluator: the program, and how it is evaluated.
+        program: the program, a closed jaxpr.
+        arrays: its arguments.
+        wide: the dtype that narrower values are computed in; None for the traced dtypes.
+        around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
+        as_one: names of primitives that are evaluated as one op, although they hold ops.
+        tape: where `around` records arrays.
+        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
+        region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
+            Outside of the region, casts remain, and an op reads the widest of its operands.
         results: the results of the program.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator, self.wide = evaluator, evaluator.wide
-        self.results: list[Any] = []
-        self._changes_ops = evaluator.wide is not None or evaluator.around is not None
+    program: Any
+    arrays: Sequence[Any]
+    wide: Any = None
+    around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
+    as_one: Collection[str] = ()
+    tape: Tape = dataclasses.field(default_factory=Tape)
+    loss_factor: float = 1.0
+    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    results: list[Any] = dataclasses.field(init=False, default_factory=list)
 
     def run(self) -> Self:
         """Evaluates the whole program."""
-        with precise(self.wide), contextlib.suppress(_DoneError):
-            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
-            self.results = self._run(self.evaluator.program, args, Place())
+        with precise(self.wide):
+            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.arrays)]
+            self.results = self._run(self.program, args, Place())
         return self
+
+    @property
+    def _changes_ops(self) -> bool:
+        return self.wide is not None or self.around is not None
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
         """Evaluates the jaxpr at `place`."""
@@ -188,56 +150,46 @@ class Evaluation:
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
-        structure, is_one = jx.structure_of(place.eqn), place.eqn.primitive.name in self.evaluator.as_one
-        is_entered = structure is not None and self.wide is not None
-        with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
+        structure = jx.structure_of(place.eqn)
+        with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
                 case jx.Call(jaxpr, inputs, True, rule) if not rule or self._changes_ops:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
-                case jx.Branches() | jx.Loop() if self._changes_ops and not is_one:
+                case jx.Branches() | jx.Loop() if self._changes_ops and place.eqn.primitive.name not in self.as_one:
                     return self._traced(structure, operands, place)
             return self._apply(operands, place)
 
-    def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
+    def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> Sequence[Any]:
         """Traces a branch or a loop whose jaxprs this evaluation changes."""
-        tape = self.evaluator.tape
 
         def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
             return self._run(jaxpr, args, place.body(k))
 
-        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
+        def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run(0, structure.body, *values[structure.consts], *carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
             return new, outs[structure.n_carry :]
 
         if isinstance(structure, jx.Branches):
             branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
             platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
-            return tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
+            return self.tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
         if structure.cond is None:
             options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-            body = functools.partial(step, 0)
-            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
+            carry, ys = self.tape.scan(step, values[structure.carry], values[structure.xs], place.key, **options)
             return [*carry, *ys]
-
-        def flags(carry: Sequence[Any]) -> Any:
-            return run(0, structure.cond, *values[structure.cond_consts], *carry)[0]
-
-        def following(carry: Sequence[Any]) -> list[Any]:
-            new, _ = step(1, carry, [])
-            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
-            return [_where(flags(carry), *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
-
-        args = lambda carry: jnp.any(flags(carry)), following, values[structure.carry]
-        return tape.record({}, lax.while_loop, *args)[0]
+        entered = [(jaxpr, [jax.typeof(values[i]) for i in inputs]) for jaxpr, inputs in jx.entries(structure)]
+        bodies = [jx.Body(functools.partial(run, k, jaxpr), avals) for k, (jaxpr, avals) in enumerate(entered)]
+        (cond, body), _ = self.tape.record({}, lambda: [body.jaxpr for body in bodies])
+        return jx.bind(place.eqn, values, cond_jaxpr=cond, body_jaxpr=body)
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
         """Returns the results of an op, as `around` evaluates it."""
-        compute, around = functools.partial(self._apply_in_dtype, place), self.evaluator.around
-        outs = compute(operands) if around is None else around(place, operands, compute)
-        if self.evaluator.loss_factor != 1 and applies_loss_scale(place.eqn):
-            outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
+        compute = functools.partial(self._apply_in_dtype, place)
+        outs = compute(operands) if self.around is None else self.around(place, operands, compute)
+        if self.loss_factor != 1 and applies_loss_scale(place.eqn):
+            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
         return outs
 
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
@@ -245,8 +197,7 @@ class Evaluation:
         eqn = place.eqn
         if self.wide is None:
             return jx.apply_as_traced(eqn, operands)
-        region = self.evaluator.region
-        is_wide = region is None or region(place.eqns)
+        is_wide = self.region is None or self.region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
@@ -255,37 +206,63 @@ class Evaluation:
         return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))]
 
     def _in_dtype(self, x: Any) -> Any:
-        return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
+        return x if self.wide is None or self.region else widened(x, self.wide)
 
 
 class _DoneError(Exception):
     """The last op was evaluated, or the time is over."""
 
 
+@dataclasses.dataclass(eq=False)
 class Interpretation(Evaluation):
     """An evaluation of a program op by op, whose values are `Cell`s.
 
     Attributes:
+        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
+            values that any other op or argument introduces. An argument with NaN or +inf introduces them as
+            `argument_id`. None allows all.
+        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. Those that
+            are known before are not exceeded: with values replaced, the loop might never end.
+        holds: the ids of the values to keep as `Node.held`.
+        until: the id of the last op to evaluate; None evaluates all.
+        clock: is told of each op, and says when to stop.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
             from infinite constants, by the id of the op, in program order.
-        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        super().__init__(evaluator)
-        self.is_stopped = False
-        self.nodes: list[Node] = []
-        self.nonfinite: dict[Id, Node] = {}
-        self.trip_counts = dict(evaluator.trip_counts)
-        self._bodies: dict[Id, Callable[..., Any]] = {}
+    allowed: Collection[Id] | None = None
+    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
+    holds: Collection[Id] = ()
+    until: Id | None = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    is_stopped: bool = dataclasses.field(init=False, default=False)
+    nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
+    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
+    _bodies: dict[Id, Callable[..., Any]] = dataclasses.field(init=False, default_factory=dict)
+
+    def run(self) -> Self:
+        """Evaluates the program, to `until` and while there is time."""
+        with contextlib.suppress(_DoneError):
+            super().run()
+        return self
+
+    def again(self, **changes: Any) -> Self:
+        """Evaluates the program otherwise. Its loops end as they did, unless it is evaluated in a wide dtype."""
+        counts = {} if "wide" in changes else dict(self.trip_counts)
+        return dataclasses.replace(self, trip_counts=counts, **changes).run()
 
     @property
-    def again(self) -> Evaluator:
-        """The program, with loops that end as they did."""
-        return dataclasses.replace(self.evaluator, trip_counts=self.trip_counts)
+    def names(self) -> Any:
+        """The paths of the arguments."""
+        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
+
+    @property
+    def ops(self) -> list[JaxprEqn]:
+        """The equations of the program that hold no others."""
+        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
 
     @property
     def is_finite(self) -> bool:
@@ -311,8 +288,8 @@ class Interpretation(Evaluation):
     def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
-        node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
+        node = Node(summary_of(value), place, index, reads)
+        node.held = value if not node.is_floating or node.id in self.holds else None
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
         node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
@@ -323,7 +300,7 @@ class Interpretation(Evaluation):
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
     def _is_allowed(self, cause: Id) -> bool:
-        return self.evaluator.allowed is None or cause in self.evaluator.allowed
+        return self.allowed is None or cause in self.allowed
 
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
@@ -334,12 +311,12 @@ class Interpretation(Evaluation):
         return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        if self.evaluator.clock.is_late:
+        if self.clock.is_late:
             self.is_stopped = True
             raise _DoneError
-        self.evaluator.clock.tick("ops evaluated")
+        self.clock.tick("ops evaluated")
         outs = self._enter(operands, place)
-        if place.id == self.evaluator.until:
+        if place.id == self.until:
             raise _DoneError
         return outs
 
@@ -390,7 +367,8 @@ class Interpretation(Evaluation):
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
         if place.key not in self._bodies:
-            run = functools.partial(Evaluation(self.evaluator)._run, jaxpr, place=place)
+            compiled = Evaluation(self.program, (), loss_factor=self.loss_factor)
+            run = functools.partial(compiled._run, jaxpr, place=place)
             self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
         n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
         cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
@@ -408,12 +386,11 @@ class Interpretation(Evaluation):
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._track(_stacked([y.value for y in column]), column) for column in columns]
-        return [*carry, *stacked]
+        return [*carry, *(self._track(_stacked([y.value for y in column]), column) for column in columns)]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry = operands[loop.carry]
-        limit = self.evaluator.trip_counts.get(place.id)
+        limit = self.trip_counts.get(place.id)
         for i in itertools.count() if limit is None else range(limit):
             (predicate,) = run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
             self.trip_counts[place.id] = i
