@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
@@ -139,16 +139,14 @@ def explain_call(
     ]
     backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
     casts = sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1]))
-    scans = defaultdict[str, list[str]](list)
-    lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
-    for keeper, line in dict.fromkeys(lines):
-        scans[keeper].append(line)
+    lines = dict.fromkeys((step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper)
+    scans = {keeper: [line for name, line in lines if name == keeper] for keeper, _ in lines}
     return {
         "rows": (*forward, *filter(None, backward)),
         "attention": tuple([each.site for each in found]),
         "casts": casts,
         "kept": None if why_forward else _kept(program),
-        "scans": dict(scans),
+        "scans": scans,
         "why_forward": why_forward,
     }
 
