@@ -101,15 +101,14 @@ def explain_call(
         The fields `rows`, `attention`, `casts`, `kept`, `scans` and `why_forward` of a `PrecisionReport`.
     """
     (fun, args), n_args = unbound(fun, args), len(args)
-    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
+    chosen = range(len(args) + 1) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
     calls: list[tuple[Plan, Sequence[Found]]] = []
     autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
 
     def call_and_pull(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = jx.split_arrays((args, kwargs))
-        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
-        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
-        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
+        arguments = [i for i, arg in enumerate((*args, kwargs)) for _ in jx.split_arrays(arg)[0]]  # keywords are last
+        is_float = [jx.is_floating(x) and i in chosen for i, x in zip(arguments, arrays, strict=True)]
 
         def of_floats(*floats: Any) -> list[Any]:
             args, kwargs = rebuild(jx.combine(is_float, floats, arrays))

@@ -20,7 +20,7 @@ from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._products import emulated
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._evaluation import Evaluation, Tape, precise
+from jmp_amp.debug._evaluation import Evaluation, precise
 from jmp_amp.debug._nodes import Place, reads_low
 from jmp_amp.debug._report import Content, Plot, Table, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
@@ -427,12 +427,16 @@ def _activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         for name in reversed([*itertools.accumulate(modules, "{}/{}".format)]) if floating and modules[0] else ():
             names.pop(name, None)
             names[name] = None
-            tape.recorded[name] = floating[0]  # it is that of the modules around it, too
+            evaluation.recorded[name] = floating[0]  # it is that of the modules around it, too
         return outs
 
-    tape = Tape()
-    options: dict[str, Any] = {"around": record, "tape": tape, "as_one": {"cond", "while"}}
-    results = jax.jit(lambda arrays: Evaluation(program, arrays, **options).run().tape.recorded)(arrays)
+    @jax.jit
+    def run(arrays: list[Any]) -> dict[str, Any]:
+        evaluation.arrays = arrays
+        return evaluation.run().recorded
+
+    evaluation = Evaluation(program, arrays, around=record, as_one={"cond", "while"})
+    results = run(arrays)
     return {("activation", name): flat_on_host(results[name]) for name in names}
 
 

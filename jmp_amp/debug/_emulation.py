@@ -24,7 +24,7 @@ from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, emulated, in_base
 from jmp_amp.debug._compare import GradOptions, check_finite, loss_and_grads, parse_grad_options
-from jmp_amp.debug._evaluation import QUICK, Evaluation, Tape, as_traced, keeps_dtypes
+from jmp_amp.debug._evaluation import QUICK, Evaluation, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
@@ -220,11 +220,11 @@ class Emulation:
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * len(each)) for each in on]
-        self._tape = Tape(replayed=dict(decisions))
-        options: dict[str, Any] = {"wide": FLOAT32, "around": self._around, "tape": self._tape, "as_one": {"while"}}
-        loss, *grads = Evaluation(self._program, [*arrays, scale], **options).run().results
+        options: dict[str, Any] = {"around": self._around, "as_one": {"while"}, "replayed": dict(decisions)}
+        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, **options)
+        loss, *grads = self._evaluation.run().results
         del self._switches
-        return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
+        return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._evaluation.recorded)
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
@@ -305,20 +305,18 @@ class Emulation:
             self._places.append(place)
         return self._found[key]
 
-    def _decided(
-        self, x: Any, place: Place, index: int, result: Callable[[jax.Array], jax.Array] = lambda x: x
-    ) -> jax.Array:
+    def _decided(self, x: Any, place: Place, index: int, result: Callable = lambda x: x) -> jax.Array:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
         number, own = self._number_of((row.module, row.source), row, place), result(x)
         none = Decision(x, jnp.bool_(False), jnp.bool_(False))  # in the first trace, there is no other run
-        other = self._tape.replayed.get(key, none)
+        other = self._evaluation.replayed.get(key, none)
         if key not in self._decided_by:  # it is traced several times
             self._decided_by[key], total = number, self.rows[number]
             names = ", ".join(dict.fromkeys([*total.primitive.split(", "), row.primitive]))
             self.rows[number] = dataclasses.replace(total, primitive=names, size=total.size + row.runs * own.size)
         on, others = lax.squeeze(self._switches[0][number], (0,)), lax.stop_gradient(result(other.values))
-        self._tape.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
+        self._evaluation.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
         return lax.select((on != 0) & other.ran, others, own)
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:

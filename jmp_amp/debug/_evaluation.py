@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
 
-R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
@@ -30,65 +29,6 @@ _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_c
 _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-@dataclasses.dataclass
-class Tape:
-    """Pytrees of a traced evaluation, by key. Those in a loop are stacked; those in a branch that did not run are 0.
-
-    Attributes:
-        recorded: those of this evaluation.
-        replayed: those of another one.
-    """
-
-    recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def record(self, replayed: Mapping[Any, Any], body: Callable[..., R], *args: Any) -> tuple[R, dict[Any, Any]]:
-        """Returns what the trace of a body returns, and what it records."""
-        outer = self.recorded, self.replayed
-        self.recorded, self.replayed = {}, replayed
-        try:
-            return body(*args), self.recorded
-        finally:
-            self.recorded, self.replayed = outer
-
-    def switch(self, index: Any, branches: Sequence[Callable], *args: Any, platforms: Any = None) -> Any:
-        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others.
-
-        With `platforms`, those that each branch is for, None for all others, that of the device is lowered.
-        """
-
-        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
-            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
-            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
-            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
-
-        recording = [functools.partial(self.record, self.replayed, branch) for branch in branches]
-        traced = [jax.make_jaxpr(branch, return_shape=True)(*args) for branch in recording]
-        shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
-        functions = [functools.partial(completed, *each) for each in traced]
-        if platforms is None:
-            outs, recorded = lax.switch(index, functions, *args)
-        else:
-            named = zip(platforms, functions, strict=True)
-            by_name = {name: function for names, function in named for name in names or ("default",)}
-            outs, recorded = lax.platform_dependent(*args, **by_name)
-        self.recorded.update(recorded)
-        return outs
-
-    def scan(self, body: Callable, carry: Any, xs: Any, place: Id, **options: Any) -> Any:
-        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place; its derivative keeps carries only."""
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
-            (carry, ys), recorded = self.record(xs[1], body, carry, xs[0])
-            return carry, (ys, recorded)
-
-        replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
-        carry, (ys, recorded) = lax.scan(recording, carry, (xs, replayed), **options)
-        self.recorded.update(recorded)
-        return carry, ys
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,7 +41,9 @@ class Evaluation:
         wide: the dtype that narrower values are computed in; None for the traced dtypes.
         around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
         as_one: names of primitives that are evaluated as one op, although they hold ops.
-        tape: where `around` records arrays.
+        replayed: pytrees that another evaluation recorded, by keys that start with that of the place.
+        recorded: those that `around` records in this one. Those in a loop are stacked; those in a branch that did not
+            run are 0.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
@@ -113,9 +55,10 @@ class Evaluation:
     wide: Any = None
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
-    tape: Tape = dataclasses.field(default_factory=Tape)
+    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     loss_factor: float = 1.0
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
     results: list[Any] = dataclasses.field(init=False, default_factory=list)
 
     def run(self) -> Self:
@@ -124,10 +67,6 @@ class Evaluation:
             args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.arrays)]
             self.results = self._run(self.program, args, Place())
         return self
-
-    @property
-    def _changes_ops(self) -> bool:
-        return self.wide is not None or self.around is not None
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
         """Evaluates the jaxpr at `place`."""
@@ -150,38 +89,73 @@ class Evaluation:
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
-        structure = jx.structure_of(place.eqn)
+        structure, changes_ops = jx.structure_of(place.eqn), self.wide is not None or self.around is not None
+        is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or self._changes_ops:
+                case jx.Call(jaxpr, inputs, True, rule) if not rule or changes_ops:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
-                case jx.Branches() | jx.Loop() if self._changes_ops and place.eqn.primitive.name not in self.as_one:
-                    return self._traced(structure, operands, place)
+                case jx.Branches(jaxprs, inputs) if is_changed:
+                    return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
+                case jx.Loop() if is_changed:
+                    return (self._trace_while if structure.cond else self._trace_scan)(structure, operands, place)
             return self._apply(operands, place)
 
-    def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> Sequence[Any]:
-        """Traces a branch or a loop whose jaxprs this evaluation changes."""
+    def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
+        """Evaluates the jaxpr of a body, and returns what is recorded in it, too."""
+        outer = self.recorded, self.replayed
+        self.recorded, self.replayed = {}, replayed
+        try:
+            return self._run(jaxpr, args, place), self.recorded
+        finally:
+            self.recorded, self.replayed = outer
 
-        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run(jaxpr, args, place.body(k))
+    def _trace_branches(self, jaxprs: Sequence[Any], args: Sequence[Any], index: Any, place: Place) -> Sequence[Any]:
+        """Traces each branch once, also one that is in others. Of several platforms, that of the device is lowered."""
 
-        def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run(0, structure.body, *values[structure.consts], *carry, *xs)
+        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
+            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *args)
+            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
+
+        bodies = [functools.partial(self._run_body, x, place.body(k), self.replayed) for k, x in enumerate(jaxprs)]
+        programs = [jax.make_jaxpr(body, return_shape=True)(*args) for body in bodies]
+        shapes = {key: x for _, (_, recorded) in programs for key, x in recorded.items()}
+        branches = [functools.partial(completed, *each) for each in programs]
+        if platforms := place.eqn.params.get("branches_platforms"):  # of `lax.platform_dependent`; None for all others
+            named = zip(platforms, branches, strict=True)
+            by_name = {name: branch for names, branch in named for name in names or ("default",)}
+            outs, recorded = lax.platform_dependent(*args, **by_name)
+        else:
+            outs, recorded = lax.switch(index, branches, *args)
+        self.recorded.update(recorded)
+        return outs
+
+    def _trace_scan(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
+        """Traces a `scan`, whose derivative keeps carries only."""
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def step(carry: list[Any], xs: tuple[list[Any], Mapping[Any, Any]]) -> tuple[Any, Any]:
+            args = [*values[loop.consts], *carry, *xs[0]]
+            outs, recorded = self._run_body(loop.body, place.body(0), xs[1], *args)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, outs[structure.n_carry :]
+            return new, (outs[loop.n_carry :], recorded)
 
-        if isinstance(structure, jx.Branches):
-            branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
-            return self.tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
-        if structure.cond is None:
-            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-            carry, ys = self.tape.scan(step, values[structure.carry], values[structure.xs], place.key, **options)
-            return [*carry, *ys]
-        entered = [(jaxpr, [jax.typeof(values[i]) for i in inputs]) for jaxpr, inputs in jx.entries(structure)]
-        bodies = [jx.Body(functools.partial(run, k, jaxpr), avals) for k, (jaxpr, avals) in enumerate(entered)]
-        (cond, body), _ = self.tape.record({}, lambda: [body.jaxpr for body in bodies])
+        replayed = {key: x for key, x in self.replayed.items() if key[: len(place.key)] == place.key}
+        options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+        carry, (ys, recorded) = lax.scan(step, values[loop.carry], (values[loop.xs], replayed), **options)
+        self.recorded.update(recorded)
+        return [*carry, *ys]
+
+    def _trace_while(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
+        """Traces a `while` loop, in which nothing is recorded."""
+
+        def traced(k: int, jaxpr: Any, inputs: Sequence[int]) -> Any:
+            body = lambda *args: self._run_body(jaxpr, place.body(k), {}, *args)[0]  # noqa: E731
+            return jx.trace(body, [jax.typeof(values[i]) for i in inputs])
+
+        cond, body = (traced(k, *each) for k, each in enumerate(jx.entries(loop)))
         return jx.bind(place.eqn, values, cond_jaxpr=cond, body_jaxpr=body)
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
@@ -274,7 +248,7 @@ class Interpretation(Evaluation):
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
-    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+    def _interpret(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr of a loop or a branch."""
         return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
 
@@ -327,17 +301,17 @@ class Interpretation(Evaluation):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
-                return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
+                return self._interpret(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and not self._changes_ops
+                is_long = is_long and self.wide is None
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts:
                     results = self._apply_tracked(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                outs = run(loop, operands, place, self._compiled_body if is_long else self._interpret)
                 return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
         return self._apply_checked(operands, place)
 
@@ -375,7 +349,7 @@ class Interpretation(Evaluation):
         if all(x.is_finite for x in cells) or any(x.causes for x in args):
             return cells
         del self.nodes[n_nodes:]
-        return self._run_body(jaxpr, args, place)
+        return self._interpret(jaxpr, args, place)
 
     def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry, xs = operands[loop.carry], operands[loop.xs]
@@ -464,10 +438,8 @@ def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any =
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
     dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
-    params = {
-        k: (wide if x == narrow else _wider(x, wide)) if isinstance(x, np.dtype) and x in dtypes else x
-        for k, x in eqn.params.items()
-    }
+    wider = {x: wide if x == narrow else _wider(x, wide) for x in dtypes if isinstance(x, np.dtype)}
+    params = {k: wider.get(x, x) if isinstance(x, np.dtype) else x for k, x in eqn.params.items()}
     try:
         inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}

@@ -182,15 +182,13 @@ class PrecisionReport(Report):
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": list(map(vars, self.rows))}, **options)
 
-    def _content(self) -> Content:
+    def _content(self, rows: Sequence[OpSite] = ()) -> Content:
         # The rows of the forward pass; all rows if none belongs to it.
-        return self._content_of([row for row in self.rows if row.direction == "forward"] or self.rows)
+        rows = rows or [row for row in self.rows if row.direction == "forward"] or self.rows
+        return _headline(self), list(_tables(self.attention, rows)), _notes(rows, self.rows)
 
     def _content_of_notebook(self) -> Content:
-        return self._content_of(self.rows)
-
-    def _content_of(self, rows: Sequence[OpSite]) -> Content:
-        return _headline(self), list(_tables(self.attention, rows)), _notes(rows, self.rows)
+        return self._content(self.rows)
 
 
 def low_share(report: PrecisionReport) -> float:

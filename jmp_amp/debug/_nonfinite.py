@@ -240,12 +240,11 @@ def _has_no_overflow(evaluation: Interpretation) -> bool:
                 outs[i] = jnp.where(functools.reduce(operator.and_, same, jnp.isinf(out)), jnp.nan, out)
         return outs
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays: Sequence[Any]) -> jax.Array:
         return all_finite(Evaluation(evaluation.program, arrays, around=marked).run().results)
 
     try:
-        lowered = run.lower(evaluation.arrays)
+        lowered = jax.jit(run, compiler_options=QUICK).lower(evaluation.arrays)
         ends = lambda: bool(lowered.compile()(evaluation.arrays))  # noqa: E731
         is_finite = clock.wait_for(ends, "the program is compiled as a whole", limit)
     except Exception:  # the time is over, or a custom primitive does not run inside of `jit`: its error tells its line
