@@ -223,7 +223,7 @@ def _has_no_overflow(evaluation: Interpretation) -> bool:
     NaN takes the place of such an infinity, since no arithmetic hides it. What reads it and is no number, as a
     comparison, tells it. This takes at most half of the time that is left; False if it is over.
     """
-    found, clock = list[Any](), evaluation.clock
+    found, clock = list[bool](), evaluation.clock
     limit = (clock.seconds + clock.max_seconds) / 2
 
     def marked(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> list[Any]:
@@ -232,7 +232,8 @@ def _has_no_overflow(evaluation: Interpretation) -> bool:
             raise TimeoutError
         outs, floats = list(compute(operands)), [x for x in operands if jx.is_inexact(x)]
         if floats and not all(map(jx.is_inexact, outs)):
-            jax.debug.callback(found.append, functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats]))
+            is_nan = functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats])
+            jax.debug.callback(lambda x: found.append(bool(x)), is_nan)
         for i, out in enumerate(outs if floats and not rule_of(place.eqn).moves else ()):
             if jx.is_inexact(out):
                 # Of a product or a sum, the operands have other shapes. They are taken to be finite.
