@@ -1,6 +1,5 @@
 """The evaluation of the debug tools returns what a program returns, over several devices too."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp.debug import first_nonfinite
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluator
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Interpretation
 
 pytestmark = pytest.mark.usefixtures("users_code")
 X, W = np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
@@ -64,7 +63,7 @@ def test_the_results_are_those_of_the_devices(name, check_vma):
     fun = shard_map(*PROGRAMS[name], check_vma=check_vma)
     program, arrays, _ = jx.trace_call(fun, (X, W), {})
     for wide in (None, FLOAT64):
-        results = Evaluator(program, [jnp.asarray(x) for x in arrays], wide=wide).run().results
+        results = Interpretation(program, [jnp.asarray(x) for x in arrays], wide=wide).run().results
         for result, expected in zip(results, jax.tree.leaves(fun(X, W)), strict=True):
             np.testing.assert_allclose(result.value, expected, rtol=1e-5, atol=1e-6)
 
@@ -100,8 +99,8 @@ def test_of_a_program_for_several_platforms_the_branch_of_the_device_is_compiled
         return lax.platform_dependent(x, cpu=jnp.sin, default=of_a_gpu_p.bind)
 
     program, arrays, _ = jx.trace_call(fun, (X,), {})
-    evaluator = Evaluator(program, arrays, around=lambda place, operands, compute: compute(operands))
-    (result,) = jax.jit(lambda arrays: dataclasses.replace(evaluator, arrays=arrays).trace().results)(arrays)
+    around = lambda place, operands, compute: compute(operands)  # noqa: E731
+    (result,) = jax.jit(lambda arrays: Evaluation(program, arrays, around=around).run().results)(arrays)
     np.testing.assert_allclose(result, np.sin(X), rtol=1e-6)
 
 
@@ -110,7 +109,7 @@ def test_a_traced_while_ends_for_each_element_as_it_does():
         return lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] + 1.0, c[1] + 1), (x, 0))[0]
 
     program = jax.make_jaxpr(jax.vmap(count))(jnp.zeros(3), jnp.array([0, 3, 5]))
-    run = jax.jit(lambda *arrays: Evaluator(program, arrays, wide=FLOAT32).trace().results[0])
+    run = jax.jit(lambda *arrays: Evaluation(program, arrays, wide=FLOAT32).run().results[0])
     np.testing.assert_array_equal(run(jnp.zeros(3), jnp.array([0, 3, 5])), [0, 3, 5])
 
 
@@ -133,7 +132,7 @@ def test_a_body_in_a_body_is_traced_once(nested):
         return compute(operands)
 
     def evaluated(x):
-        return Evaluator(program, [x], wide=FLOAT32, around=around).trace().results[0]
+        return Evaluation(program, [x], wide=FLOAT32, around=around).run().results[0]
 
     program = jax.make_jaxpr(lambda x: nested(depth, x))(jnp.float32(1))
     np.testing.assert_allclose(jax.jit(evaluated)(1.0), nested(depth, jnp.float32(1)), rtol=1e-6)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
@@ -100,15 +100,14 @@ def explain_call(
         The fields `rows`, `attention`, `casts`, `kept`, `scans` and `why_forward` of a `PrecisionReport`.
     """
     (fun, args), n_args = unbound(fun, args), len(args)
-    chosen = range(len(args)) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
+    chosen = range(len(args) + 1) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
     calls: list[tuple[Plan, Sequence[Found]]] = []
     autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
 
     def call_and_pull(*args: Any, **kwargs: Any) -> Any:
         arrays, rebuild = jx.split_arrays((args, kwargs))
-        of_argument = [i for i, arg in enumerate(args) for _ in jx.split_arrays(arg)[0]]
-        is_chosen = [argnums is None or i in chosen for i in (*of_argument, *[None] * len(arrays))]
-        is_float = [jx.is_floating(x) and ok for x, ok in zip(arrays, is_chosen, strict=False)]
+        arguments = [i for i, arg in enumerate((*args, kwargs)) for _ in jx.split_arrays(arg)[0]]  # keywords are last
+        is_float = [jx.is_floating(x) and i in chosen for i, x in zip(arguments, arrays, strict=True)]
 
         def of_floats(*floats: Any) -> list[Any]:
             args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
@@ -138,16 +137,14 @@ def explain_call(
     ]
     backward = [_backward_site(planner, eqns) for eqns in equations if jx.direction_of(eqns) != "forward"]
     casts = sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1]))
-    scans = defaultdict[str, list[str]](list)
-    lines = [(step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper]
-    for keeper, line in dict.fromkeys(lines):
-        scans[keeper].append(line)
+    lines = dict.fromkeys((step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper)
+    scans = {keeper: [line for name, line in lines if name == keeper] for keeper, _ in lines}
     return {
         "rows": (*forward, *filter(None, backward)),
         "attention": tuple([each.site for each in found]),
         "casts": casts,
         "kept": None if why_forward else _kept(program),
-        "scans": dict(scans),
+        "scans": scans,
         "why_forward": why_forward,
     }
 

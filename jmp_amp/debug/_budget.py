@@ -24,12 +24,7 @@ _SHOWN = 15  # rows in a table or plot
 
 @transformation
 def error_budget(
-    fun: Callable,
-    dtype: Any = None,
-    *,
-    probes: int = 1,
-    max_seconds: float = 60.0,
-    **options: Unpack[EmulationOptions],
+    fun: Callable, dtype: Any = None, *, probes: int = 1, max_seconds: float = 60.0, **options: Unpack[EmulationOptions]
 ) -> "Callable[..., ErrorBudget]":
     """Returns a function that estimates how much each rounding of `autocast` adds to the error of the gradient.
 

@@ -1,6 +1,5 @@
 """What was seen at a non-finite op: which element of which value is 0, outside of the domain or too large, and why."""
 
-import dataclasses
 import linecache
 import math
 import re
@@ -64,7 +63,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
     near = [x for x in nearest([node], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    again = dataclasses.replace(evaluation.again, holds=ids, until=node.place.id).run()
+    again = evaluation.again(holds=ids, until=node.place.id)
     merge_equal(again.nodes)
     node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
     if jx.inner_jaxprs(node.eqn):
@@ -80,7 +79,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _diagnose(element, evaluation.evaluator.names, derivative)
+    return _diagnose(element, evaluation.names, derivative)
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
@@ -138,7 +137,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         return Cause("", f"`{names[e.node.index[1]]}{_at(e.at)[4:]}` is {e.number:.4g}")
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
-        is_known = all(x.is_constant for x in (*filter(None, [e.node.source]), *e.node.operands))
+        is_known = all(x.is_constant for x in e.node.parents)
         return Cause("", f"{value} is a constant of the program" if is_known else f"where {value} is from is not known")
     text = f"`{e.node.primitive}`{_of(operands)} {_where(e.node)} is"
     exact = _exact(e) if e.node.is_floating and e.number == 0 else None
@@ -168,12 +167,10 @@ def _numbers_in(node: Node) -> Iterator[tuple[str, float]]:
     """
     spans = (span for eqn in reversed(node.place.eqns if node.place else ()) for span in jx.spans_of(eqn))
     for file, first, start, last, end in spans:
-        if jx.Frame(file, 0, "").is_of_library:
-            continue
         lines = linecache.getlines(file)
-        written = [line.encode() for line in lines[first - 1 : last]]  # columns are those of bytes
-        if not written:
+        if jx.Frame(file, 0, "").is_of_library or len(lines) < last:
             continue
+        written = [line.encode() for line in lines[first - 1 : last]]  # columns are those of bytes
         written[-1] = written[-1][:end]
         code = b"".join([written[0][start:], *written[1:]]).decode(errors="ignore")
         yield from (("", float(x)) for x in re.findall(rf"(?<![\w.]){_NUMBER}", code))

@@ -20,7 +20,7 @@ from jmp_amp._loss_scale import to_number, value_and_grad
 from jmp_amp._policy import Policy
 from jmp_amp._products import emulated
 from jmp_amp._trees import cast_floating
-from jmp_amp.debug._evaluation import Evaluator, Tape, precise
+from jmp_amp.debug._evaluation import Evaluation, precise
 from jmp_amp.debug._nodes import Place, reads_low
 from jmp_amp.debug._report import Content, Plot, Table, as_jit_takes, check_without_autocast, flat_on_host, module_name
 
@@ -59,10 +59,7 @@ class GradOptions(TypedDict, total=False):
 
 
 def parse_grad_options(
-    loss_scale: float | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    transform: Callable = floating_value_and_grad,
+    loss_scale: float | None = None, argnums: Any = 0, has_aux: bool = False, transform: Any = floating_value_and_grad
 ) -> tuple[float | None, dict[str, Any]]:
     """Returns the loss scale, and the options of `amp.value_and_grad`."""
     return loss_scale, {"argnums": argnums, "has_aux": has_aux, "transform": transform}
@@ -141,7 +138,9 @@ def compare(
         args, kwargs = as_jit_takes(args, kwargs)
         program, _, _ = jx.trace_call(fun, args, kwargs)
         wide = np.dtype(reference) if reads_low(program) else None
-        exact = _measure_exactly(fun, args, kwargs, reference, wide=wide, **grad_options)
+        with precise(np.dtype(reference)), jax.numpy_dtype_promotion("standard"):
+            given = cast_floating((args, kwargs), np.float64) if reference == "float64" else (args, kwargs)
+            exact, _ = measure(fun, *given, 1.0, wide, **grad_options)
         check_finite((x for (kind, _), x in exact.items() if kind != "activation"), reference)
         runs = {name: measure(program, args, kwargs, loss_scale, **grad_options) for name, program in programs.items()}
         rows = []
@@ -312,7 +311,7 @@ def measure(
     fun: Callable,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    loss_scale: float | None = None,
+    loss_scale: float | None,
     wide: Any = None,
     **options: Any,
 ) -> tuple[Arrays, float]:
@@ -385,16 +384,6 @@ def check_finite(results: Iterable[np.ndarray], dtype: str) -> None:
         )
 
 
-def _measure_exactly(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, **options: Any) -> Arrays:
-    """Returns what `measure` returns in float32 or float64, with `precision="highest"` and without a loss scale."""
-    with precise(np.dtype(dtype)):
-        if dtype == "float32":
-            return measure(fun, args, kwargs, 1.0, **options)[0]
-        with jax.numpy_dtype_promotion("standard"):
-            args, kwargs = cast_floating((args, kwargs), np.float64)
-            return measure(fun, args, kwargs, 1.0, **options)[0]
-
-
 def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
     """Returns the norm of `x - reference` over the norm of `reference`, float64[size] both.
 
@@ -413,7 +402,7 @@ def _in_wide(fun: Callable, wide: Any) -> Callable:
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        return rebuild(Evaluator(program, arrays, wide=wide).trace().results)
+        return rebuild(Evaluation(program, arrays, wide=wide).run().results)
 
     return evaluate
 
@@ -438,16 +427,16 @@ def _activations(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         for name in reversed([*itertools.accumulate(modules, "{}/{}".format)]) if floating and modules[0] else ():
             names.pop(name, None)
             names[name] = None
-            tape.recorded[name] = floating[0]  # it is that of the modules around it, too
+            evaluation.recorded[name] = floating[0]  # it is that of the modules around it, too
         return outs
 
     @jax.jit
-    def run(*arrays: Any) -> dict[str, Any]:
-        Evaluator(program, arrays, around=record, tape=tape, as_one={"cond", "while"}).trace()
-        return tape.recorded
+    def run(arrays: list[Any]) -> dict[str, Any]:
+        evaluation.arrays = arrays
+        return evaluation.run().recorded
 
-    tape = Tape()
-    results = run(*arrays)
+    evaluation = Evaluation(program, arrays, around=record, as_one={"cond", "while"})
+    results = run(arrays)
     return {("activation", name): flat_on_host(results[name]) for name in names}
 
 

@@ -24,7 +24,7 @@ from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, emulated, in_base
 from jmp_amp.debug._compare import GradOptions, check_finite, loss_and_grads, parse_grad_options
-from jmp_amp.debug._evaluation import QUICK, Evaluator, Tape, as_traced, keeps_dtypes
+from jmp_amp.debug._evaluation import QUICK, Evaluation, as_traced, keeps_dtypes
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
@@ -168,12 +168,7 @@ class Emulation:
     """
 
     def __init__(
-        self,
-        fun: Callable,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        options: Mapping[str, Any],
-        grad_options: Mapping[str, Any],
+        self, fun: Callable, args: Any, kwargs: Any, options: Mapping[str, Any], grad_options: Mapping[str, Any]
     ) -> None:
         """Traces the program; it is compiled when it is first run.
 
@@ -185,8 +180,10 @@ class Emulation:
             grad_options: those of the gradient.
         """
         self.loss_scale, grad_options = parse_grad_options(**grad_options)
-        self._found: dict[Any, _Switch] = {}
-        self._decided_by: dict[Id, int] = {}  # the switch of each decision
+        self.rows: list[Rounding] = []
+        self._places: list[Place] = []  # of the first op of each row
+        self._found: dict[Any, int] = {}  # of the row of each rounding
+        self._decided_by: dict[Id, int] = {}  # the number of the row of each decision
         self.opaque = dict[str, None]()
         self._arrays, rebuild = jx.split_arrays(as_jit_takes(args, kwargs))
         settings = parse_settings(**{**options, "save": "all"})
@@ -213,27 +210,21 @@ class Emulation:
         on = jax.ShapeDtypeStruct((most,), FLOAT32)
         call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
         self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
-        found = list(self._found.values())
-        self.rows = [x.row for x in found]
         self.default = np.array([not row.decides for row in self.rows], np.float32)
-        is_op = [row.primitive not in ("convert_element_type", "constant") for row in self.rows]
-        costs = [(x.flops, x.row.size) if ok else (0, 0) for x, ok in zip(found, is_op, strict=True)]
-        self.work = np.array(costs).reshape(-1, 2)
-        lines = [x.lines for x in found]
+        flops = [row.runs * flops_of(place.eqn) for row, place in zip(self.rows, self._places, strict=True)]
+        is_op = np.array([row.primitive not in ("convert_element_type", "constant") for row in self.rows], bool)
+        self.work = np.array([flops, [row.size for row in self.rows]]).T * is_op[:, None]
+        lines = [*map(_lines, self._places)]
         self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * len(each)) for each in on]
-        self._tape = Tape(replayed=dict(decisions))
-        self._found.clear()
-        self._decided_by.clear()
-        evaluator = Evaluator(
-            self._program, [*arrays, scale], wide=FLOAT32, around=self._around, tape=self._tape, as_one={"while"}
-        )
-        loss, *grads = evaluator.trace().results
+        options: dict[str, Any] = {"around": self._around, "as_one": {"while"}, "replayed": dict(decisions)}
+        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, **options)
+        loss, *grads = self._evaluation.run().results
         del self._switches
-        return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._tape.recorded)
+        return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._evaluation.recorded)
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
@@ -269,7 +260,7 @@ class Emulation:
         decisions = decisions or jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._decisions)
         *results, decided = self._run(on.astype(np.float32), self._arrays, jnp.float32(scale), vectors, decisions)
         grads, size, signed, squares = (np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(results)))
-        flips = np.zeros(len(self._found), int)
+        flips = np.zeros(len(self.rows), int)
         for key, x in decided.items():
             flips[self._decided_by[key]] += int(np.sum(x.flips))
         with np.errstate(invalid="ignore"):  # NaN if the gradient is not finite
@@ -302,30 +293,30 @@ class Emulation:
         """
         name = "constant" if index < 0 else place.eqn.primitive.name
         row = _row(place, name, jnp.dtype(to).name, math.prod(jnp.shape(x)))
-        number = self._switch((*place.key, index), row, place).number
+        number = self._number_of((*place.key, index), row, place)
         on, squares = (lax.squeeze(switches[number], (0,)) for switches in self._switches)
         return _rounded(low or _cast_to(jnp.dtype(to)), x, on, squares, *args)
 
-    def _switch(self, key: Any, row: Rounding, place: Place) -> "_Switch":
-        """Returns the switch of a row, a new one if its key is new."""
-        new = _Switch(len(self._found), row, row.runs * flops_of(place.eqn), _lines(place))
-        return self._found.setdefault(key, new)
+    def _number_of(self, key: Any, row: Rounding, place: Place) -> int:
+        """Returns the number of the row with a key, which is added if its key is new: each trace finds the same."""
+        if key not in self._found:
+            self._found[key] = len(self.rows)
+            self.rows.append(row)
+            self._places.append(place)
+        return self._found[key]
 
-    def _decided(
-        self, x: Any, place: Place, index: int, result: Callable[[jax.Array], jax.Array] = lambda x: x
-    ) -> jax.Array:
+    def _decided(self, x: Any, place: Place, index: int, result: Callable = lambda x: x) -> jax.Array:
         """Returns the result of a decision; with that of the other run, if there is one and its switch is on."""
         key, row = (*place.key, index), _row(place, place.eqn.primitive.name, "")
-        line, own = (row.module, row.source), result(x)
+        number, own = self._number_of((row.module, row.source), row, place), result(x)
         none = Decision(x, jnp.bool_(False), jnp.bool_(False))  # in the first trace, there is no other run
-        switch, other = self._switch(line, row, place), self._tape.replayed.get(key, none)
-        if key not in self._decided_by:  # a body may be traced twice
-            self._decided_by[key] = switch.number
-            names = ", ".join(dict.fromkeys([*switch.row.primitive.split(", "), row.primitive]))
-            total = dataclasses.replace(switch.row, primitive=names, size=switch.row.size + row.runs * own.size)
-            self._found[line] = switch._replace(row=total)
-        on, others = lax.squeeze(self._switches[0][switch.number], (0,)), lax.stop_gradient(result(other.values))
-        self._tape.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
+        other = self._evaluation.replayed.get(key, none)
+        if key not in self._decided_by:  # it is traced several times
+            self._decided_by[key], total = number, self.rows[number]
+            names = ", ".join(dict.fromkeys([*total.primitive.split(", "), row.primitive]))
+            self.rows[number] = dataclasses.replace(total, primitive=names, size=total.size + row.runs * own.size)
+        on, others = lax.squeeze(self._switches[0][number], (0,)), lax.stop_gradient(result(other.values))
+        self._evaluation.recorded[key] = Decision(x, jnp.bool_(True), (own != others) & other.ran)
         return lax.select((on != 0) & other.ran, others, own)
 
     def _around(self, place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
@@ -377,22 +368,6 @@ class Emulation:
             with contextlib.suppress(Exception):  # what has no derivative raises any error
                 return jax.vjp(lambda *args: compute(args), *args)[0]
         return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
-
-
-class _Switch(NamedTuple):
-    """The switch of a row.
-
-    Attributes:
-        number: its number.
-        row: the row.
-        flops: the floating-point operations of the product that computes the value; 0 for other ops.
-        lines: see `Emulation.lines`.
-    """
-
-    number: int
-    row: Rounding
-    flops: int
-    lines: frozenset[jx.Frame]
 
 
 def _lines(place: Place) -> frozenset[jx.Frame]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
 
-R = TypeVar("R")
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
@@ -32,139 +31,41 @@ _LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by i
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
-@dataclasses.dataclass
-class Tape:
-    """Pytrees of a traced evaluation, by key. Those in a loop are stacked; those in a branch that did not run are 0.
-
-    Attributes:
-        recorded: those of this evaluation.
-        replayed: those of another one.
-    """
-
-    recorded: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def record(self, replayed: Mapping[Any, Any], body: Callable[..., R], *args: Any) -> tuple[R, dict[Any, Any]]:
-        """Returns what the trace of a body returns, and what it records."""
-        outer = self.recorded, self.replayed
-        self.recorded, self.replayed = {}, replayed
-        try:
-            return body(*args), self.recorded
-        finally:
-            self.recorded, self.replayed = outer
-
-    def switch(self, index: Any, branches: Sequence[Callable], *args: Any, platforms: Any = None) -> Any:
-        """Returns `lax.switch(index, branches, *args)`. Each branch is traced once, also one that is in others.
-
-        With `platforms`, those that each branch is for, None for all others, that of the device is lowered.
-        """
-
-        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
-            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *jax.tree.leaves(args))
-            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
-            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
-
-        recording = [functools.partial(self.record, self.replayed, branch) for branch in branches]
-        traced = [jax.make_jaxpr(branch, return_shape=True)(*args) for branch in recording]
-        shapes = {key: x for _, (_, recorded) in traced for key, x in recorded.items()}
-        functions = [functools.partial(completed, *each) for each in traced]
-        if platforms is None:
-            outs, recorded = lax.switch(index, functions, *args)
-        else:
-            named = zip(platforms, functions, strict=True)
-            by_name = {name: function for names, function in named for name in names or ("default",)}
-            outs, recorded = lax.platform_dependent(*args, **by_name)
-        self.recorded.update(recorded)
-        return outs
-
-    def scan(self, body: Callable, carry: Any, xs: Any, place: Id, **options: Any) -> Any:
-        """Returns `lax.scan(body, carry, xs, **options)` of the loop at a place; its derivative keeps carries only."""
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def recording(carry: Any, xs: tuple[Any, Mapping[Any, Any]]) -> tuple[Any, Any]:
-            (carry, ys), recorded = self.record(xs[1], body, carry, xs[0])
-            return carry, (ys, recorded)
-
-        replayed = {key: x for key, x in self.replayed.items() if key[: len(place)] == place}
-        carry, (ys, recorded) = lax.scan(recording, carry, (xs, replayed), **options)
-        self.recorded.update(recorded)
-        return carry, ys
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Evaluator:
-    """A program, its arguments, and how to evaluate it.
-
-    Attributes:
-        program: the program, a closed jaxpr.
-        arrays: its arguments; one with NaN or +inf is the cause `argument_id`.
-        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
-            values that any other op or argument introduces. None allows all.
-        trip_counts: the number of iterations of each `while` loop, by the id of its place, that must not be exceeded:
-            with values replaced, the loop might never end.
-        tape: where `around` records arrays of a traced evaluation.
-        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
-        wide: the dtype that narrower values are computed in; None for the traced dtypes.
-        region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
-            Outside of the region, casts remain, and an op reads the widest of its operands.
-        around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
-        as_one: names of primitives that a traced evaluation evaluates as one op, although they hold ops.
-        holds: the ids of the values to keep as `Node.held`.
-        until: the id of the last op to evaluate; None evaluates all.
-        clock: is told of each op, and says when to stop.
-    """
-
-    program: Any
-    arrays: Sequence[Any]
-    allowed: Collection[Id] | None = None
-    trip_counts: Mapping[Id, int] = dataclasses.field(default_factory=dict)
-    tape: Tape = dataclasses.field(default_factory=Tape)
-    loss_factor: float = 1.0
-    wide: Any = None
-    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
-    around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
-    as_one: Collection[str] = ()
-    holds: Collection[Id] = ()
-    until: Id | None = None
-    clock: Clock = dataclasses.field(default_factory=Clock)
-
-    @property
-    def names(self) -> Any:
-        """The paths of the arguments."""
-        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
-
-    @property
-    def ops(self) -> list[JaxprEqn]:
-        """The equations of the program that hold no others."""
-        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
-
-    def run(self) -> "Interpretation":
-        """Evaluates the program op by op."""
-        return Interpretation(self).run()
-
-    def trace(self) -> "Evaluation":
-        """Evaluates the program as a part of one that JAX traces."""
-        return Evaluation(self).run()
-
-
+@dataclasses.dataclass(eq=False)
 class Evaluation:
     """An evaluation of a program, as a part of one that JAX traces.
 
     Attributes:
-        evaluator: the program, and how it is evaluated.
+        program: the program, a closed jaxpr.
+        arrays: its arguments.
+        wide: the dtype that narrower values are computed in; None for the traced dtypes.
+        around: evaluates an op, given its place, its operands, and a function that evaluates it in the wide dtype.
+        as_one: names of primitives that are evaluated as one op, although they hold ops.
+        replayed: pytrees that another evaluation recorded, by keys that start with that of the place.
+        recorded: those that `around` records in this one. Those in a loop are stacked; those in a branch that did not
+            run are 0.
+        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
+        region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
+            Outside of the region, casts remain, and an op reads the widest of its operands.
         results: the results of the program.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator, self.wide = evaluator, evaluator.wide
-        self.results: list[Any] = []
-        self._changes_ops = evaluator.wide is not None or evaluator.around is not None
+    program: Any
+    arrays: Sequence[Any]
+    wide: Any = None
+    around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
+    as_one: Collection[str] = ()
+    replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    loss_factor: float = 1.0
+    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
+    results: list[Any] = dataclasses.field(init=False, default_factory=list)
 
     def run(self) -> Self:
         """Evaluates the whole program."""
-        with precise(self.wide), contextlib.suppress(_DoneError):
-            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.evaluator.arrays)]
-            self.results = self._run(self.evaluator.program, args, Place())
+        with precise(self.wide):
+            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.arrays)]
+            self.results = self._run(self.program, args, Place())
         return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
@@ -188,56 +89,81 @@ class Evaluation:
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
-        structure, is_one = jx.structure_of(place.eqn), place.eqn.primitive.name in self.evaluator.as_one
-        is_entered = structure is not None and self.wide is not None
-        with jx.versions.origin_of(place.eqn) if is_entered else contextlib.nullcontext():
+        structure, changes_ops = jx.structure_of(place.eqn), self.wide is not None or self.around is not None
+        is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
+        with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or self._changes_ops:
+                case jx.Call(jaxpr, inputs, True, rule) if not rule or changes_ops:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
-                case jx.Branches() | jx.Loop() if self._changes_ops and not is_one:
-                    return self._traced(structure, operands, place)
+                case jx.Branches(jaxprs, inputs) if is_changed:
+                    return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
+                case jx.Loop() if is_changed:
+                    return (self._trace_while if structure.cond else self._trace_scan)(structure, operands, place)
             return self._apply(operands, place)
 
-    def _traced(self, structure: Any, values: Sequence[Any], place: Place) -> list[Any]:
-        """Traces a branch or a loop whose jaxprs this evaluation changes."""
-        tape = self.evaluator.tape
+    def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
+        """Evaluates the jaxpr of a body, and returns what is recorded in it, too."""
+        outer = self.recorded, self.replayed
+        self.recorded, self.replayed = {}, replayed
+        try:
+            return self._run(jaxpr, args, place), self.recorded
+        finally:
+            self.recorded, self.replayed = outer
 
-        def run(k: int, jaxpr: Any, *args: Any) -> list[Any]:
-            return self._run(jaxpr, args, place.body(k))
+    def _trace_branches(self, jaxprs: Sequence[Any], args: Sequence[Any], index: Any, place: Place) -> Sequence[Any]:
+        """Traces each branch once, also one that is in others. Of several platforms, that of the device is lowered."""
 
-        def step(k: int, carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run(k, structure.body, *values[structure.consts], *carry, *xs)
+        def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
+            arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *args)
+            outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
+            return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
+
+        bodies = [functools.partial(self._run_body, x, place.body(k), self.replayed) for k, x in enumerate(jaxprs)]
+        programs = [jax.make_jaxpr(body, return_shape=True)(*args) for body in bodies]
+        shapes = {key: x for _, (_, recorded) in programs for key, x in recorded.items()}
+        branches = [functools.partial(completed, *each) for each in programs]
+        if platforms := place.eqn.params.get("branches_platforms"):  # of `lax.platform_dependent`; None for all others
+            named = zip(platforms, branches, strict=True)
+            by_name = {name: branch for names, branch in named for name in names or ("default",)}
+            outs, recorded = lax.platform_dependent(*args, **by_name)
+        else:
+            outs, recorded = lax.switch(index, branches, *args)
+        self.recorded.update(recorded)
+        return outs
+
+    def _trace_scan(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
+        """Traces a `scan`, whose derivative keeps carries only."""
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def step(carry: list[Any], xs: tuple[list[Any], Mapping[Any, Any]]) -> tuple[Any, Any]:
+            args = [*values[loop.consts], *carry, *xs[0]]
+            outs, recorded = self._run_body(loop.body, place.body(0), xs[1], *args)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
-            return new, outs[structure.n_carry :]
+            return new, (outs[loop.n_carry :], recorded)
 
-        if isinstance(structure, jx.Branches):
-            branches = [functools.partial(run, k, jaxpr) for k, jaxpr in enumerate(structure.jaxprs)]
-            platforms = place.eqn.params.get("branches_platforms")  # of `lax.platform_dependent`
-            return tape.switch(values[0], branches, *(values[i] for i in structure.operands), platforms=platforms)
-        if structure.cond is None:
-            options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-            body = functools.partial(step, 0)
-            carry, ys = tape.scan(body, values[structure.carry], values[structure.xs], place.key, **options)
-            return [*carry, *ys]
+        replayed = {key: x for key, x in self.replayed.items() if key[: len(place.key)] == place.key}
+        options = {name: place.eqn.params[name] for name in ("length", "reverse")}
+        carry, (ys, recorded) = lax.scan(step, values[loop.carry], (values[loop.xs], replayed), **options)
+        self.recorded.update(recorded)
+        return [*carry, *ys]
 
-        def flags(carry: Sequence[Any]) -> Any:
-            return run(0, structure.cond, *values[structure.cond_consts], *carry)[0]
+    def _trace_while(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
+        """Traces a `while` loop, in which nothing is recorded."""
 
-        def following(carry: Sequence[Any]) -> list[Any]:
-            new, _ = step(1, carry, [])
-            is_batched = jx.shape_of(jx.open_jaxpr(structure.cond)[0].outvars[0]) != ()
-            return [_where(flags(carry), *pair) for pair in zip(new, carry, strict=True)] if is_batched else new
+        def traced(k: int, jaxpr: Any, inputs: Sequence[int]) -> Any:
+            body = lambda *args: self._run_body(jaxpr, place.body(k), {}, *args)[0]  # noqa: E731
+            return jx.trace(body, [jax.typeof(values[i]) for i in inputs])
 
-        args = lambda carry: jnp.any(flags(carry)), following, values[structure.carry]
-        return tape.record({}, lax.while_loop, *args)[0]
+        cond, body = (traced(k, *each) for k, each in enumerate(jx.entries(loop)))
+        return jx.bind(place.eqn, values, cond_jaxpr=cond, body_jaxpr=body)
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
         """Returns the results of an op, as `around` evaluates it."""
-        compute, around = functools.partial(self._apply_in_dtype, place), self.evaluator.around
-        outs = compute(operands) if around is None else around(place, operands, compute)
-        if self.evaluator.loss_factor != 1 and applies_loss_scale(place.eqn):
-            outs = [x * jnp.asarray(self.evaluator.loss_factor, x.dtype) for x in outs]
+        compute = functools.partial(self._apply_in_dtype, place)
+        outs = compute(operands) if self.around is None else self.around(place, operands, compute)
+        if self.loss_factor != 1 and applies_loss_scale(place.eqn):
+            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
         return outs
 
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
@@ -245,8 +171,7 @@ class Evaluation:
         eqn = place.eqn
         if self.wide is None:
             return jx.apply_as_traced(eqn, operands)
-        region = self.evaluator.region
-        is_wide = region is None or region(place.eqns)
+        is_wide = self.region is None or self.region(place.eqns)
         if not is_wide and not (rule_of(eqn).is_product or rule_of(eqn).is_cast):
             pairs = zip(operands, eqn.invars, strict=True)
             is_wide = any(jx.is_inexact(x) and x.dtype != jx.dtype_of(atom) for x, atom in pairs)
@@ -255,37 +180,63 @@ class Evaluation:
         return [self._in_dtype(x) for x in jx.apply_as_traced(eqn, as_traced(eqn, operands))]
 
     def _in_dtype(self, x: Any) -> Any:
-        return x if self.wide is None or self.evaluator.region else widened(x, self.wide)
+        return x if self.wide is None or self.region else widened(x, self.wide)
 
 
 class _DoneError(Exception):
     """The last op was evaluated, or the time is over."""
 
 
+@dataclasses.dataclass(eq=False)
 class Interpretation(Evaluation):
     """An evaluation of a program op by op, whose values are `Cell`s.
 
     Attributes:
+        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
+            values that any other op or argument introduces. An argument with NaN or +inf introduces them as
+            `argument_id`. None allows all.
+        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. Those that
+            are known before are not exceeded: with values replaced, the loop might never end.
+        holds: the ids of the values to keep as `Node.held`.
+        until: the id of the last op to evaluate; None evaluates all.
+        clock: is told of each op, and says when to stop.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
             from infinite constants, by the id of the op, in program order.
-        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        super().__init__(evaluator)
-        self.is_stopped = False
-        self.nodes: list[Node] = []
-        self.nonfinite: dict[Id, Node] = {}
-        self.trip_counts = dict(evaluator.trip_counts)
-        self._bodies: dict[Id, Callable[..., Any]] = {}
+    allowed: Collection[Id] | None = None
+    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
+    holds: Collection[Id] = ()
+    until: Id | None = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    is_stopped: bool = dataclasses.field(init=False, default=False)
+    nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
+    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
+    _bodies: dict[Id, Callable[..., Any]] = dataclasses.field(init=False, default_factory=dict)
+
+    def run(self) -> Self:
+        """Evaluates the program, to `until` and while there is time."""
+        with contextlib.suppress(_DoneError):
+            super().run()
+        return self
+
+    def again(self, **changes: Any) -> Self:
+        """Evaluates the program otherwise. Its loops end as they did, unless it is evaluated in a wide dtype."""
+        counts = {} if "wide" in changes else dict(self.trip_counts)
+        return dataclasses.replace(self, trip_counts=counts, **changes).run()
 
     @property
-    def again(self) -> Evaluator:
-        """The program, with loops that end as they did."""
-        return dataclasses.replace(self.evaluator, trip_counts=self.trip_counts)
+    def names(self) -> Any:
+        """The paths of the arguments."""
+        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
+
+    @property
+    def ops(self) -> list[JaxprEqn]:
+        """The equations of the program that hold no others."""
+        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
 
     @property
     def is_finite(self) -> bool:
@@ -297,7 +248,7 @@ class Interpretation(Evaluation):
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
-    def _run_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+    def _interpret(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Evaluates the jaxpr of a loop or a branch."""
         return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
 
@@ -311,8 +262,8 @@ class Interpretation(Evaluation):
     def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
         """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        node = Node(summary_of(value), place, index, reads, number=len(self.nodes))
-        node.held = value if not node.is_floating or node.id in self.evaluator.holds else None
+        node = Node(summary_of(value), place, index, reads)
+        node.held = value if not node.is_floating or node.id in self.holds else None
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
         node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
@@ -323,7 +274,7 @@ class Interpretation(Evaluation):
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
     def _is_allowed(self, cause: Id) -> bool:
-        return self.evaluator.allowed is None or cause in self.evaluator.allowed
+        return self.allowed is None or cause in self.allowed
 
     def _argument(self, x: Any, i: int) -> Cell:
         summary, cause = summary_of(x), argument_id(i)
@@ -334,12 +285,12 @@ class Interpretation(Evaluation):
         return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        if self.evaluator.clock.is_late:
+        if self.clock.is_late:
             self.is_stopped = True
             raise _DoneError
-        self.evaluator.clock.tick("ops evaluated")
+        self.clock.tick("ops evaluated")
         outs = self._enter(operands, place)
-        if place.id == self.evaluator.until:
+        if place.id == self.until:
             raise _DoneError
         return outs
 
@@ -350,17 +301,17 @@ class Interpretation(Evaluation):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
                 index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
-                return self._run_body(jaxprs[index], [operands[i] for i in inputs], place.body(index))
+                return self._interpret(jaxprs[index], [operands[i] for i in inputs], place.body(index))
             case jx.Loop() as loop if loop.length != 0:
                 is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and not self._changes_ops
+                is_long = is_long and self.wide is None
                 # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
                 if is_long and place.id not in self.trip_counts:
                     results = self._apply_tracked(operands, place)
                     if all(x.is_finite for x in results):
                         return results
                 run = self._while if loop.length is None else self._scan
-                outs = run(loop, operands, place, self._compiled_body if is_long else self._run_body)
+                outs = run(loop, operands, place, self._compiled_body if is_long else self._interpret)
                 return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
         return self._apply_checked(operands, place)
 
@@ -390,14 +341,15 @@ class Interpretation(Evaluation):
     def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
         """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
         if place.key not in self._bodies:
-            run = functools.partial(Evaluation(self.evaluator)._run, jaxpr, place=place)
+            compiled = Evaluation(self.program, (), loss_factor=self.loss_factor)
+            run = functools.partial(compiled._run, jaxpr, place=place)
             self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
         n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
         cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
         if all(x.is_finite for x in cells) or any(x.causes for x in args):
             return cells
         del self.nodes[n_nodes:]
-        return self._run_body(jaxpr, args, place)
+        return self._interpret(jaxpr, args, place)
 
     def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry, xs = operands[loop.carry], operands[loop.xs]
@@ -408,12 +360,11 @@ class Interpretation(Evaluation):
             outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = zip(*(ys[i] for i in steps), strict=True)
-        stacked = [self._track(_stacked([y.value for y in column]), column) for column in columns]
-        return [*carry, *stacked]
+        return [*carry, *(self._track(_stacked([y.value for y in column]), column) for column in columns)]
 
     def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
         carry = operands[loop.carry]
-        limit = self.evaluator.trip_counts.get(place.id)
+        limit = self.trip_counts.get(place.id)
         for i in itertools.count() if limit is None else range(limit):
             (predicate,) = run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
             self.trip_counts[place.id] = i
@@ -487,10 +438,8 @@ def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any =
     rule = rule_of(eqn)
     # A dtype of no operand and no result, such as that of a scale for float8, is no dtype to compute in.
     dtypes = [*map(jx.dtype_of, (*eqn.invars, *eqn.outvars)), narrow]
-    params = {
-        k: (wide if x == narrow else _wider(x, wide)) if isinstance(x, np.dtype) and x in dtypes else x
-        for k, x in eqn.params.items()
-    }
+    wider = {x: wide if x == narrow else _wider(x, wide) for x in dtypes if isinstance(x, np.dtype)}
+    params = {k: wider.get(x, x) if isinstance(x, np.dtype) else x for k, x in eqn.params.items()}
     try:
         inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
         params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}

@@ -13,14 +13,7 @@ import jax.numpy as jnp
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import AttentionSite
-from jmp_amp._autocast import (
-    REASONS,
-    AutocastOptions,
-    OpSite,
-    explain_call,
-    matches_scope,
-    parse_settings,
-)
+from jmp_amp._autocast import REASONS, AutocastOptions, OpSite, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_callable, grouped, without_numbers
@@ -85,12 +78,10 @@ def explain(
     @jx.api_boundary
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
-        def explain_again(**options: Any) -> PrecisionReport:
-            return explain(fun, argnums=argnums, **options)(*args, **kwargs)
-
         args, kwargs = as_jit_takes(args, kwargs)
         fields = explain_call(fun, settings, args, kwargs, argnums)
-        return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=explain_again)
+        again = lambda **options: explain(fun, argnums=argnums, **options)(*args, **kwargs)  # noqa: E731
+        return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=again)
 
     return explained
 
@@ -191,15 +182,13 @@ class PrecisionReport(Report):
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""
         return json.dumps({"summary": self.summary(), "rows": list(map(vars, self.rows))}, **options)
 
-    def _content(self) -> Content:
+    def _content(self, rows: Sequence[OpSite] = ()) -> Content:
         # The rows of the forward pass; all rows if none belongs to it.
-        return self._content_of([row for row in self.rows if row.direction == "forward"] or self.rows)
+        rows = rows or [row for row in self.rows if row.direction == "forward"] or self.rows
+        return _headline(self), list(_tables(self.attention, rows)), _notes(rows, self.rows)
 
     def _content_of_notebook(self) -> Content:
-        return self._content_of(self.rows)
-
-    def _content_of(self, rows: Sequence[OpSite]) -> Content:
-        return _headline(self), list(_tables(self.attention, rows)), _notes(rows, self.rows)
+        return self._content(self.rows)
 
 
 def low_share(report: PrecisionReport) -> float:

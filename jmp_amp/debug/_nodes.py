@@ -33,13 +33,13 @@ class Summary:
         Summary(dtype='float32', shape=(2,), min=0.0, max=0.0, zeros=2, infs=0, nans=0)
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    min: float | None
-    max: float | None
-    zeros: int
-    infs: int
-    nans: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    min: float | None = None
+    max: float | None = None
+    zeros: int = 0
+    infs: int = 0
+    nans: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -56,16 +56,13 @@ class Summary:
         return text
 
 
-NO_SUMMARY = Summary("", (), None, None, 0, 0, 0)
-
-
 _SMALL = 2**16  # elements; what is larger stays on its device
 
 
 def summary_of(x: Any) -> Summary:
     """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
     if not jx.is_inexact(x):
-        return NO_SUMMARY
+        return Summary()
     # NumPy compiles nothing.
     counts, (low, high) = _summary(np.asarray(x), np) if x.size <= _SMALL else jax.jit(_summary)(x)
     extremes = (float(low), float(high)) if low <= high else (None, None)
@@ -136,7 +133,6 @@ class Node:
         operands: the values that the op read.
         source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
         held: the value of constants, integers and flags.
-        number: values are numbered as they are computed.
         is_constant: whether it was computed from literals alone.
         is_backward: whether it was computed in a backward pass.
         readers: the values that were computed from it.
@@ -148,7 +144,6 @@ class Node:
     operands: Sequence["Node"] = ()
     source: "Node | None" = None
     held: Any = None
-    number: int = 0
     is_constant: bool = False
     is_backward: bool = False
     readers: list["Node"] = dataclasses.field(default_factory=list)
@@ -162,11 +157,6 @@ class Node:
     def primitive(self) -> str:
         """The name of that op; empty if there is none."""
         return self.eqn.primitive.name if self.eqn else ""
-
-    @property
-    def key(self) -> Id:
-        """Its position in the program."""
-        return (*self.place.key, *self.index) if self.place else ()
 
     @property
     def id(self) -> Id:

@@ -21,19 +21,8 @@ from jmp_amp._products import emulated
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluator, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import (
-    NO_SUMMARY,
-    Id,
-    Node,
-    Place,
-    Summary,
-    argument_id,
-    is_low,
-    merge_equal,
-    nearest,
-    summary_of,
-)
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Interpretation, applies_loss_scale
+from jmp_amp.debug._nodes import Id, Node, Place, Summary, argument_id, is_low, merge_equal, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MANY = 100  # different ops; a program of more is run as a whole first
@@ -117,7 +106,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]  # in the dtypes of the trace
         # JAX's own checks would raise at the first op that returns NaN.
         with jax.debug_nans(False), jax.debug_infs(False):
-            found = _find(Evaluator(program, arrays, clock=clock))
+            found = _find(Interpretation(program, arrays, clock=clock))
         clock.finish()
         return found
 
@@ -166,7 +155,7 @@ class NonFinite(jx.Site):
     library: str = ""
     iteration: tuple[int, ...] = ()
     operands: tuple[Summary, ...] = ()
-    result: Summary = NO_SUMMARY
+    result: Summary = dataclasses.field(default_factory=Summary)
     cause: str
     guide: str
     cure: str = ""
@@ -209,12 +198,13 @@ def _wrapped(text: str) -> str:
     return text.replace("\0", " ")
 
 
-def _find(evaluator: Evaluator) -> NonFinite | None:
+def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
-    if _is_large(evaluator) and _has_no_overflow(evaluator):
+    # Op by op, each op of another kind or shape is compiled.
+    kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluation.ops}
+    if len(kinds) > _MANY and evaluation.arrays and _has_no_overflow(evaluation):
         return None
-    evaluation = evaluator.run()
-    if evaluation.is_stopped:
+    if evaluation.run().is_stopped:
         node = next(iter(evaluation.nonfinite.values()), None)
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
@@ -224,26 +214,17 @@ def _find(evaluator: Evaluator) -> NonFinite | None:
         return _constant(evaluation)
     if cause in evaluation.nonfinite:
         return _report(evaluation, evaluation.nonfinite[cause])
-    return _argument(evaluator, cause[1])
+    return _argument(evaluation, cause[1])
 
 
-def _is_large(evaluator: Evaluator) -> bool:
-    """Whether to compile a program as a whole first: op by op, each op of another kind or shape is compiled."""
-    kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluator.ops}
-    return len(kinds) > _MANY and bool(evaluator.arrays)
-
-
-def _has_no_overflow(evaluator: Evaluator) -> bool:
+def _has_no_overflow(evaluation: Interpretation) -> bool:
     """Whether no op makes an infinity from finite numbers that others read: the program is compiled as a whole.
 
     NaN takes the place of such an infinity, since no arithmetic hides it. What reads it and is no number, as a
     comparison, tells it. This takes at most half of the time that is left; False if it is over.
     """
-    found, clock = list[bool](), evaluator.clock
+    found, clock = list[bool](), evaluation.clock
     limit = (clock.seconds + clock.max_seconds) / 2
-
-    def tell(is_nan: Any) -> None:
-        found.append(bool(is_nan))
 
     def marked(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> list[Any]:
         clock.show("the program is traced as a whole")
@@ -251,7 +232,8 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
             raise TimeoutError
         outs, floats = list(compute(operands)), [x for x in operands if jx.is_inexact(x)]
         if floats and not all(map(jx.is_inexact, outs)):
-            jax.debug.callback(tell, functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats]))
+            is_nan = functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats])
+            jax.debug.callback(lambda x: found.append(bool(x)), is_nan)
         for i, out in enumerate(outs if floats and not rule_of(place.eqn).moves else ()):
             if jx.is_inexact(out):
                 # Of a product or a sum, the operands have other shapes. They are taken to be finite.
@@ -259,13 +241,12 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
                 outs[i] = jnp.where(functools.reduce(operator.and_, same, jnp.isinf(out)), jnp.nan, out)
         return outs
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(arrays: Sequence[Any]) -> jax.Array:
-        return all_finite(dataclasses.replace(evaluator, arrays=arrays, around=marked).trace().results)
+        return all_finite(Evaluation(evaluation.program, arrays, around=marked).run().results)
 
     try:
-        lowered = run.lower(evaluator.arrays)
-        ends = lambda: bool(lowered.compile()(evaluator.arrays))  # noqa: E731
+        lowered = jax.jit(run, compiler_options=QUICK).lower(evaluation.arrays)
+        ends = lambda: bool(lowered.compile()(evaluation.arrays))  # noqa: E731
         is_finite = clock.wait_for(ends, "the program is compiled as a whole", limit)
     except Exception:  # the time is over, or a custom primitive does not run inside of `jit`: its error tells its line
         return False
@@ -275,8 +256,8 @@ def _has_no_overflow(evaluator: Evaluator) -> bool:
 
 def _unseen(evaluation: Interpretation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
-    n, n_ops = len({x.place.key for x in evaluation.nodes if x.eqn}), len(evaluation.evaluator.ops)
-    seconds = evaluation.evaluator.clock.max_seconds
+    n, n_ops = len({x.place.key for x in evaluation.nodes if x.eqn}), len(evaluation.ops)
+    seconds = evaluation.clock.max_seconds
     text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
     rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
     return NonFinite(cause=text, guide=_GUIDE + "how-to-read-the-report", left_out=rest)
@@ -289,9 +270,9 @@ def _constant(evaluation: Interpretation) -> NonFinite:
     return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
 
-def _argument(evaluator: Evaluator, i: int) -> NonFinite:
+def _argument(evaluation: Interpretation, i: int) -> NonFinite:
     """Reports an argument that is not finite."""
-    array, name = evaluator.arrays[i], evaluator.names[i]
+    array, name = evaluation.arrays[i], evaluation.names[i]
     index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
     text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
     return NonFinite(primitive="argument", source=name, result=summary_of(array), cause=text, guide=_OF_ARGUMENTS)
@@ -300,15 +281,12 @@ def _argument(evaluator: Evaluator, i: int) -> NonFinite:
 def _hidden(evaluation: Interpretation) -> NonFinite | None:
     """Reports an overflow that a later op hides, if the results in float64 are others."""
     for node in evaluation.nonfinite.values():
-        hider = _hider(node)
+        hider = _hider(evaluation, node)
         if hider is None or not node.summary.infs or not all(x.summary.is_finite for x in node.operands):
             continue
         holds = {node.id, hider.id}
-        try:
-            exact = dataclasses.replace(evaluation.evaluator, wide=FLOAT64, holds=holds).run()
-        except Exception:  # a custom primitive may reject other dtypes with any error
-            return None
-        traced = dataclasses.replace(evaluation.again, holds=holds).run()
+        exact = evaluation.again(wide=FLOAT64, holds=holds)
+        traced = evaluation.again(holds=holds)
         if exact.is_stopped or traced.is_stopped:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
@@ -319,10 +297,10 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
     return None
 
 
-def _hider(node: Node) -> Node | None:
+def _hider(evaluation: Interpretation, node: Node) -> Node | None:
     """Returns the first op that computes finite values from the non-finite ones of a node."""
     found = nearest([node], lambda x: [] if x.summary.is_finite else x.readers)
-    return min((x for x in found if x.summary.is_finite and x.eqn), key=lambda x: x.number, default=None)
+    return next((x for x in evaluation.nodes if x in found and x.summary.is_finite and x.eqn), None)
 
 
 def _held(evaluation: Interpretation, node: Node) -> np.ndarray:
@@ -342,7 +320,7 @@ def _differ(x: Any, exact: Any) -> bool:
 
 def _cause(evaluation: Interpretation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(evaluation.evaluator.arrays)}
+    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
     candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
     if candidates:
@@ -356,12 +334,12 @@ def _first_harmful(evaluation: Interpretation, candidates: Sequence[Id]) -> Id:
 
     def nonfinite(n: int) -> list[np.ndarray]:
         """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = dataclasses.replace(evaluation.again, allowed=set(candidates[:n])).run().results
+        results = evaluation.again(allowed=set(candidates[:n])).results
         return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
 
     def is_harmful(n: int) -> bool:
         more = nonfinite(n)
-        return evaluation.evaluator.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
+        return evaluation.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
 
     if len(candidates) == 1:
         return candidates[0]
@@ -385,7 +363,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         cause = Cause("too-large-a-loss-scale", text)
-    elif rest or evaluation.evaluator.clock.is_late:
+    elif rest or evaluation.clock.is_late:
         rest = f"{rest}, so this infinity may be intended; " if rest else ""
         found = {"left_out": f"{rest}the program in float32: the time was over"}
     elif cause.section != CONSTANT:
@@ -410,11 +388,7 @@ def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     steps = range(1, math.floor(math.log2(max([1.0, *scales]))) + 1)
     if not node.is_backward or not steps:
         return None
-
-    def is_enough(k: int) -> bool:
-        return dataclasses.replace(evaluation.again, loss_factor=2.0**-k).run().is_finite
-
-    k = bisect.bisect_left(steps, True, key=is_enough)
+    k = bisect.bisect_left(steps, True, key=lambda k: evaluation.again(loss_factor=2.0**-k).is_finite)
     return None if k == len(steps) else steps[k]
 
 
@@ -442,29 +416,29 @@ def _is_derivative(node: Node) -> bool:
 
 
 def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, Any]:
-    """Runs the program in float32, and lines of it; returns what was seen, as fields of a `NonFinite`."""
+    """Runs the program in float32, and lines of it; returns what was seen, as fields of a `NonFinite`.
+
+    A line that is not enough is tried together with that of the next fault.
+    """
     finite_in_float32, sentence, exact = _in_float32(evaluation, node)
     found: dict[str, Any] = {"finite_in_float32": finite_in_float32, "in_float32": sentence}
-    lines = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
-    for line in lines if finite_in_float32 else ():
-        if "cure" not in found:
-            found |= _lines_in_float32(evaluation.evaluator, exact, [line])
+    sources = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
+    waiting = [[line] for line in sources] if finite_in_float32 else []
+    while waiting:
+        lines = waiting.pop(0)
+        numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
+        region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
+        run = evaluation.again(wide=FLOAT32, region=region)
+        if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
+            text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
+            cure = f"compute {' and '.join(lines)} in float32: {text}"
+            return found | {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+        others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
+        if run.is_stopped:
+            found["left_out"] = "lines in float32: the time was over"
+        elif len(lines) == 1 and others:
+            waiting.insert(0, [*lines, others[0]])
     return found
-
-
-def _lines_in_float32(evaluator: Evaluator, exact: Sequence[np.ndarray], lines: Sequence[str]) -> dict[str, str]:
-    """Finds lines that are enough to compute in float32 for some results: these, and that of the next fault."""
-    numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
-    region = functools.cache(lambda eqns: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-    run = dataclasses.replace(evaluator, wide=FLOAT32, region=region).run()
-    if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
-        text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
-        cure = f"compute {' and '.join(lines)} in float32: {text}"
-        return {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
-    others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
-    if len(lines) == 2 or not others or run.is_stopped:
-        return {"left_out": "lines in float32: the time was over"} if run.is_stopped else {}
-    return _lines_in_float32(evaluator, exact, [*lines, others[0]])
 
 
 @np.errstate(all="ignore")
@@ -478,23 +452,20 @@ def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
 
 def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, str, list[Any]]:
     """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
-    evaluator = evaluation.evaluator
-    if not any(is_low(atom) for eqn in evaluator.ops for atom in (*eqn.invars, *eqn.outvars)):
+    if not any(is_low(atom) for eqn in evaluation.ops for atom in (*eqn.invars, *eqn.outvars)):
         return False, "the program computes nothing in low precision: precision is not the cause", []
     constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
     if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
         return None, "", []  # the constant of the code is not known
-    try:
-        wide = dataclasses.replace(evaluator, wide=FLOAT32).run()
-    except Exception:  # a custom primitive may reject other dtypes with any error
-        return None, "", []
+    wide = evaluation.again(wide=FLOAT32)
     if wide.is_finite:
         results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
         return True, "in float32 all results are finite: precision is the cause", results
     other = wide.nonfinite.get(_cause(wide) or ())
     if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []
-    same, kind = other.key == node.key, "NaN" if other.summary.nans else "inf"
+    same = (other.place.key, other.index) == (node.place.key, node.index)
+    kind = "NaN" if other.summary.nans else "inf"
     op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
     return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
 
@@ -502,5 +473,5 @@ def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, st
 def _leaf(evaluation: Interpretation, node: Node) -> str:
     """Returns the nearest leaf of an argument that a value was computed from; empty if there is none."""
     read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    names = (evaluation.evaluator.names[i] for i in read)
+    names = (evaluation.names[i] for i in read)
     return next((x for x in names if x.endswith("]") or "." in x), "")

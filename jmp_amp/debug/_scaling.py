@@ -9,16 +9,7 @@ from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import transformation, warn
-from jmp_amp._loss_scale import (
-    CHECK,
-    MICRO_BATCHES,
-    LossScaleState,
-    Origins,
-    Unit,
-    UnitAnalysis,
-    describe_unit,
-    is_new_scale,
-)
+from jmp_amp._loss_scale import CHECK, MICRO_BATCHES, LossScaleState, Unit, UnitAnalysis, describe_unit, is_new_scale
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MAX_ERRORS = 5
@@ -148,7 +139,7 @@ class _StepAnalysis(UnitAnalysis):
         cure = _STILL_SCALED if sum(scaled.powers or ()) > 0 else _NEVER_SCALED
         return f"{jx.site_of(self.path).where}, the program {predicate}: {cure}"
 
-    def hides(self, flag: Unit) -> Origins:
+    def hides(self, flag: Unit) -> frozenset[str]:
         """Warns if single gradients are replaced. A step that is skipped by hand replaces all."""
         if flag.finds_nonfinite == "each":
             self.warnings[f"{jx.site_of(self.path).where}, `step` {_HIDES}"] = None

@@ -30,11 +30,7 @@ _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Pri
 
 @transformation
 def suggest_rules(
-    fun: Callable,
-    dtype: Any = None,
-    *,
-    max_seconds: float = 60.0,
-    **options: Unpack[EmulationOptions],
+    fun: Callable, dtype: Any = None, *, max_seconds: float = 60.0, **options: Unpack[EmulationOptions]
 ) -> "Callable[..., Suggestion]":
     """Returns a function that finds a small set of rules with which the gradient of `fun` is accurate.
 

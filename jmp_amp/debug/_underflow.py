@@ -61,8 +61,10 @@ def underflow(grads: Any, loss_scale: Any = 1.0, dtype: Any = "float16") -> "Und
     for path, leaf in jax.tree.leaves_with_path(grads):
         if is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and np.size(leaf):
             unscaled = np.abs(flat_on_host(leaf)) / scale
-            own_scale = _scale_to_range(unscaled, low) if has_own_scales else scale
-            rows.append(_row_of(leaf_name(path), unscaled, own_scale, low))
+            scaled = unscaled * (_scale_to_range(unscaled, low) if has_own_scales else scale)
+            zero, subnormal, overflow = _shares(scaled, low)
+            shares = zero, subnormal, *_shares(unscaled, low)[:2], overflow
+            rows.append(LeafUnderflow(leaf_name(path), unscaled.size, *shares, _largest(_count_exponents(scaled))))
             exponents[module_name(path)].update(_count_exponents(unscaled))
     if not rows:
         raise ValueError(f"`grads`, a {type(grads).__name__}, contains no floating arrays; pass a pytree of gradients")
@@ -79,13 +81,6 @@ def _scale_to_range(magnitudes: np.ndarray, dtype: Any) -> float:
     """Returns the power of two with which the largest finite magnitude is just below the largest number of `dtype`."""
     largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     return float(2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / largest))) if largest else 1.0
-
-
-def _row_of(path: str, unscaled: np.ndarray, scale: float, dtype: Any) -> "LeafUnderflow":
-    zero, subnormal, overflow = _shares(unscaled * scale, dtype)
-    zero_unscaled, subnormal_unscaled, _ = _shares(unscaled, dtype)
-    largest = _largest(_count_exponents(unscaled * scale))
-    return LeafUnderflow(path, unscaled.size, zero, subnormal, zero_unscaled, subnormal_unscaled, overflow, largest)
 
 
 def _total_row(rows: Sequence["LeafUnderflow"]) -> "LeafUnderflow":
