@@ -23,6 +23,7 @@ from jmp_amp._jaxpr._structures import (
 )
 from jmp_amp._jaxpr._trace import (
     Cache,
+    apply,
     apply_as_traced,
     as_type,
     bind,

@@ -11,20 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp._jaxpr._children import with_leaves
-from jmp_amp._jaxpr._versions import (
-    apply,
-    context_of,
-    is_constant,
-    open_jaxpr,
-    parent_of,
-    source_of,
-    trace,
-    trace_named,
-    tracers_read,
-)
+from jmp_amp._jaxpr._versions import context_of, is_constant, open_jaxpr, parent_of, source_of, trace, trace_named
 
 
 def dtype_of(x: Any) -> Any:
@@ -177,6 +167,12 @@ def trace_call(
     return trace_named(name, fun, call, *given), arrays, rebuild
 
 
+def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Applies a primitive, given the parameters of an equation."""
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     """Applies the primitive of `eqn` to `args`, with some parameters replaced."""
     return apply(eqn.primitive, eqn.params | params, args)
@@ -229,7 +225,7 @@ def tracers_behind(
             waiting.pop()
         else:
             entered.add(id(eqn))
-            waiting.extend(tracers_read(eqn))
+            waiting.extend(eqn.in_tracers)
     return list(found.values())
 
 
