@@ -132,23 +132,23 @@ class HigherOrder(NamedTuple):
     """A primitive that holds jaxprs.
 
     Attributes:
-        enter: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
+        structure: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
         run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
             the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
         keeps_inputs: whether the equation keeps its operands for the backward pass.
-        enter_low: as `enter`, for an equation that asks for other dtypes where ops are cast.
+        structure_low: as `structure`, for an equation that asks for other dtypes where ops are cast.
     """
 
-    enter: Callable[[JaxprEqn], Structure | None]
+    structure: Callable[[JaxprEqn], Structure | None]
     run: RunWith | None = None
     keeps_inputs: bool = False
-    enter_low: Callable[[JaxprEqn], Call] | None = None
+    structure_low: Callable[[JaxprEqn], Call] | None = None
 
 
 def structure_of(eqn: JaxprEqn) -> Structure | None:
     """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
     name = eqn.primitive.name
-    structure = HIGHER_ORDER[name].enter(eqn) if name in HIGHER_ORDER else None
+    structure = HIGHER_ORDER[name].structure(eqn) if name in HIGHER_ORDER else None
     # A loop over a type of the user counts its operands otherwise.
     is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
     return None if is_opaque else structure
