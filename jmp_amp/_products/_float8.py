@@ -220,11 +220,8 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
         return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     pairs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
     args, exponents = _split_exponents(pairs, params["scaled"])
-    i = int(axes[0] is None)
-    contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
-    contracting = list(contracting)
-    contracting[i] = tuple(axis + 1 for axis in contracting[i])
-    numbers = tuple(map(tuple, contracting)), batch
+    (contracting, batch), i = params["dimension_numbers"], int(axes[0] is None)
+    numbers = tuple([tuple([axis + (j == i) for axis in each]) for j, each in enumerate(contracting)]), batch
     if exponents[i] is not None:  # of the scale that suits all rows
         exponents[i] = jnp.min(exponents[i], axis=0)
     axis = 0 if i == 0 else args[0].ndim - len(contracting[0])
