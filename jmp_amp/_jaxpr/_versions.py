@@ -285,6 +285,11 @@ def parent_of(tracer: Any) -> Any:
     return getattr(tracer, "parent", None)
 
 
+def tracers_read(eqn: Any) -> Sequence[Any]:
+    """Returns the tracers that the equation of a tracer reads; see `parent_of`."""
+    return eqn.in_tracers
+
+
 def source_of(tracer: Any) -> Any:
     """Returns the value that a tracer stands for: of an outer function, if it is closed over; or of all of a `vmap`."""
     while hasattr(tracer, "batch_dim"):
@@ -294,12 +299,18 @@ def source_of(tracer: Any) -> Any:
 
 def is_constant(x: Any) -> bool:
     """Whether `x` is an array or a number, or a tracer of a number."""
-    return not isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "val", None), Literal)
+    return not isinstance(x, jax.core.Tracer) or isinstance(variable_of(x), Literal)
+
+
+def variable_of(x: Any) -> Any:
+    """Returns the variable or the literal that a tracer stands for; what is no tracer as it is."""
+    source = source_of(x)
+    return getattr(source, "val", source) if isinstance(source, jax.core.Tracer) else source
 
 
 def operands_of(eqn: Any) -> list[Any]:
     """Returns the variables and literals that an equation reads, while it is traced or afterwards."""
-    return [getattr(x, "val", x) if isinstance(x, jax.core.Tracer) else x for x in map(source_of, eqn.invars)]
+    return [variable_of(x) for x in eqn.invars]
 
 
 def zero_cotangent(aval: Any) -> Any:
