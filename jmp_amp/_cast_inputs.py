@@ -136,8 +136,8 @@ ad.primitive_jvps[_cast_inputs_p] = _jvp
 mlir.register_lowering(_cast_inputs_p, mlir.lower_fun(_run, multiple_results=True), cacheable=False)
 
 jx.HIGHER_ORDER[_cast_inputs_p.name] = jx.HigherOrder(
-    enter=lambda eqn: _call_as_traced([atom.aval for atom in eqn.invars], **eqn.params),
-    enter_low=lambda eqn: _call(_cast([atom.aval for atom in eqn.invars], eqn.params["dtype"]), eqn.params["fun"]),
+    structure=lambda eqn: _call_as_traced([atom.aval for atom in eqn.invars], **eqn.params),
+    structure_low=lambda eqn: _call(_cast([atom.aval for atom in eqn.invars], eqn.params["dtype"]), eqn.params["fun"]),
 )
 
 

@@ -1,5 +1,6 @@
 """The names of floating dtypes, and the formats: the dtypes that the ops of a region compute in."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -187,15 +188,13 @@ def parse_format(value: Any) -> Format:
     """
     if isinstance(value, str) and value in FORMATS:
         return FORMATS[value]
-    try:
-        dtype = parse_dtype(value)
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.name not in FORMATS:
-        is_float8 = dtype is not None and dtype.name.startswith("float8")
-        cure = '; "float8" chooses among the float8 dtypes' if is_float8 else ""
-        raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {shorten(str(dtype or value))}{cure}")
-    return FORMATS[dtype.name]
+    name = str(value)
+    with contextlib.suppress(ValueError):
+        name = parse_dtype(value).name
+    if name not in FORMATS:
+        cure = '; "float8" chooses among the float8 dtypes' if name.startswith("float8") else ""
+        raise ValueError(f"autocast computes in {', '.join(FORMATS)}, got {shorten(name)}{cure}")
+    return FORMATS[name]
 
 
 def parse_compute_dtype(value: DTypeLike, format_name: str = "") -> tuple[np.dtype, str]:

@@ -29,8 +29,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     A call that keeps its inputs for the backward pass gets them as they are: float32 would take more memory.
     """
     eqn, entry = op.info.eqn, jx.HIGHER_ORDER[op.info.eqn.primitive.name]
-    if entry.enter_low is not None and op.region.format.is_low:
-        return _as_traced(planner, entry.enter_low(eqn), op, "cast_inputs")
+    if entry.structure_low is not None and op.region.format.is_low:
+        return _as_traced(planner, entry.structure_low(eqn), op, "cast_inputs")
     if entry.run is None:
         return _as_traced(planner, call, op, "decomposition")
     # A rule may write to a reference, or return the gradient of what it holds; only JAX knows how.

@@ -52,7 +52,7 @@ class CastOp:
         """Applies the primitive to operands that are cast."""
         if self.primitive is lax.dot_general_p:
             return [bind_product(args, dict(self.params))]
-        return jx.versions.apply(self.primitive, dict(self.params), args)
+        return jx.apply(self.primitive, dict(self.params), args)
 
     @property
     def without_casts(self) -> "CastOp":

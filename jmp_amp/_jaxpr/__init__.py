@@ -4,17 +4,7 @@ from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._children import restored, with_leaves
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._hoist import hoist, run_loop
-from jmp_amp._jaxpr._source import (
-    Frame,
-    Site,
-    direction_of,
-    frames_of,
-    lines_of,
-    marked,
-    marks_in,
-    scope_path,
-    site_of,
-)
+from jmp_amp._jaxpr._source import Frame, Site, direction_of, frames_of, lines_of, marked, marks_in, scope_path, site_of
 from jmp_amp._jaxpr._structures import (
     HIGHER_ORDER,
     Body,
@@ -33,6 +23,7 @@ from jmp_amp._jaxpr._structures import (
 )
 from jmp_amp._jaxpr._trace import (
     Cache,
+    apply,
     apply_as_traced,
     as_type,
     bind,
@@ -55,7 +46,6 @@ from jmp_amp._jaxpr._versions import (
     in_scopes_of,
     is_backward,
     is_of_derivative,
-    is_recomputed,
     open_jaxpr,
     spans_of,
     trace,

@@ -178,9 +178,8 @@ class Backward(_Analysis[E, T], Generic[E, S, T]):
             outs: what is demanded of its results.
         """
         opened, consts = open_jaxpr(jaxpr)
-        key = tuple(map(id, consts)), tuple(inputs), tuple(outs)
-        known = self.known.find(jaxpr, inputs)
-        return self._found(opened, key, lambda: (self._find(opened, known, outs), consts))[0]
+        key = *self.known.constants(opened, consts), *inputs, *outs
+        return self._found(opened, key, lambda: self._find(opened, self.known.find(jaxpr, inputs), outs))
 
     def _find(self, opened: Jaxpr, known: Mapping[Var, S], outs: Sequence[T]) -> Mapping[Var, T]:
         demands: dict[Var, T] = {}

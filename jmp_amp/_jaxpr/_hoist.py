@@ -10,17 +10,10 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of, with_checkpointed
 from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, nbytes_of, with_last_reads
-from jmp_amp._jaxpr._versions import (
-    has_effects,
-    open_jaxpr,
-    split_known,
-    trace,
-    with_constants_as_inputs,
-    with_loop_constants,
-    without_dead_code,
-)
+from jmp_amp._jaxpr._versions import open_jaxpr, trace
 
 
 def hoist(
@@ -40,8 +33,8 @@ def hoist(
     """
     opened, consts = open_jaxpr(jaxpr)
     is_known = [x is not None for x in known] + [False] * (len(opened.invars) - len(known))
-    if holds(jaxpr, selects) and not has_effects(opened):
-        whole = with_constants_as_inputs(jaxpr)
+    if holds(jaxpr, selects) and not versions.has_effects(opened):
+        whole = versions.with_constants_as_inputs(jaxpr)
         before, after = _split(whole, [True] * len(consts) + is_known, selects)
         moved = _evaluate_once(before, [*consts, *[x for x in known if x is not None]])
         if math.isinf(growth) or _peak(after, moved) <= growth * _peak(whole):
@@ -69,12 +62,12 @@ def _split(jaxpr: Jaxpr, known: Sequence[bool], selects: Callable[..., bool]) ->
             results = [Var(var.aval) for var in first.outvars]
             before.append(with_checkpointed(eqn, first).replace(invars=[*compress(eqn.invars, given)], outvars=results))
             after.append(with_checkpointed(eqn, rest).replace(invars=[*results, *eqn.invars]))
-        elif is_split and (parts := split_known(eqn, given, selects)) is not None:
+        elif is_split and (parts := versions.split_known(eqn, given, selects)) is not None:
             first_eqns, rest_eqns, known_results, results = parts
             before += first_eqns
             after += rest_eqns
             available.update(known_results)
-            clean = without_dead_code  # it reads what equations hold, too
+            clean = versions.without_dead_code  # it reads what equations hold, too
         else:
             is_known, avals = all(given), [atom.aval for atom in eqn.invars]
             results = eqn.outvars if is_known and selects(eqn.primitive, *avals, **eqn.params) else []
@@ -153,4 +146,4 @@ def run_loop(selects: Callable[..., bool], eqn: JaxprEqn, bodies: Sequence[Body]
     body, moved = hoist(body, args[loop.consts], selects)
     jaxprs = {"cond_jaxpr": cond[0], "body_jaxpr": body} if cond else {"jaxpr": body}
     first = loop.consts.start
-    return bind(with_loop_constants(eqn, len(moved)), [*args[:first], *moved, *args[first:]], **jaxprs)
+    return bind(versions.with_loop_constants(eqn, len(moved)), [*args[:first], *moved, *args[first:]], **jaxprs)

@@ -8,19 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
+from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._trace import Cache, bind, split_arrays
-from jmp_amp._jaxpr._versions import (
-    hi_kind,
-    hi_primitive,
-    is_hi_type,
-    of_one,
-    open_jaxpr,
-    params_of,
-    scan_sizes,
-    trace,
-    with_constants_as_inputs,
-    with_params,
-)
+from jmp_amp._jaxpr._versions import open_jaxpr, trace
 
 
 class Call(NamedTuple):
@@ -132,25 +122,25 @@ class HigherOrder(NamedTuple):
     """A primitive that holds jaxprs.
 
     Attributes:
-        enter: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
+        structure: returns the jaxprs of an equation and the operands that they read; None if they cannot be replaced.
         run: evaluates an equation with other functions in place of its jaxprs: one for each branch; for a loop, one for
             the condition, if there is one, and one for the body. None if the equation cannot run otherwise.
         keeps_inputs: whether the equation keeps its operands for the backward pass.
-        enter_low: as `enter`, for an equation that asks for other dtypes where ops are cast.
+        structure_low: as `structure`, for an equation that asks for other dtypes where ops are cast.
     """
 
-    enter: Callable[[JaxprEqn], Structure | None]
+    structure: Callable[[JaxprEqn], Structure | None]
     run: RunWith | None = None
     keeps_inputs: bool = False
-    enter_low: Callable[[JaxprEqn], Call] | None = None
+    structure_low: Callable[[JaxprEqn], Call] | None = None
 
 
 def structure_of(eqn: JaxprEqn) -> Structure | None:
     """Returns how an equation holds jaxprs; None if it holds none, or if its primitive is not registered."""
     name = eqn.primitive.name
-    structure = HIGHER_ORDER[name].enter(eqn) if name in HIGHER_ORDER else None
+    structure = HIGHER_ORDER[name].structure(eqn) if name in HIGHER_ORDER else None
     # A loop over a type of the user counts its operands otherwise.
-    is_opaque = isinstance(structure, Loop) and any(is_hi_type(atom.aval) for atom in eqn.invars)
+    is_opaque = isinstance(structure, Loop) and any(versions.is_hi_type(atom.aval) for atom in eqn.invars)
     return None if is_opaque else structure
 
 
@@ -167,7 +157,9 @@ def entries(structure: Structure) -> list[tuple[Any, Sequence[int]]]:
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     """Returns all jaxprs in the parameters of an equation."""
-    inside = list(jaxprs_in_params(eqn.params) if hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)]))
+    inside = list(
+        jaxprs_in_params(eqn.params) if versions.hi_primitive(eqn) is None else filter(None, [_hi_jaxpr(eqn)])
+    )
     if not inside and isinstance(structure := structure_of(eqn), Call):  # the equation holds a function
         inside = [structure.jaxpr]
     return inside
@@ -215,7 +207,7 @@ def _jit(eqn: JaxprEqn) -> Call:
 
 def _hi_call(eqn: JaxprEqn) -> Call | None:
     """Returns the structure of a `HiPrim`; None if nothing can take the place of its function."""
-    kind = hi_kind(hi_primitive(eqn))
+    kind = versions.hi_kind(versions.hi_primitive(eqn))
     if kind is None or not all(isinstance(atom.aval, jax.core.ShapedArray) for atom in (*eqn.invars, *eqn.outvars)):
         return None
     rule = kind if kind in ("custom_jvp_call", "custom_vjp_call") else None
@@ -227,19 +219,21 @@ def _hi_jaxpr(eqn: JaxprEqn) -> Any:
 
     None if the types of its operands do not say which arrays they consist of.
     """
-    primitive = hi_primitive(eqn)
+    primitive = versions.hi_primitive(eqn)
     if "jaxpr" in primitive.params:
         return primitive.params["jaxpr"]
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     try:
-        arrays = [aval.lo_ty() if is_hi_type(aval) else [aval] for aval in avals]  # of types of the user
+        arrays = [aval.lo_ty() if versions.is_hi_type(aval) else [aval] for aval in avals]  # of types of the user
     except NotImplementedError:
         return None
 
     def expand(*args: Any) -> list[Any]:
         it = iter(args)
         pairs = zip(avals, arrays, strict=True)
-        operands = [aval.raise_val(*islice(it, len(part))) if is_hi_type(aval) else next(it) for aval, part in pairs]
+        operands = [
+            aval.raise_val(*islice(it, len(part))) if versions.is_hi_type(aval) else next(it) for aval, part in pairs
+        ]
         return split_arrays(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))[0]
 
     return _expanded(primitive, (), lambda: trace(expand, list(chain(*arrays))))
@@ -250,7 +244,7 @@ _expanded = Cache()
 
 def _scan(eqn: JaxprEqn) -> Loop:
     """Returns the structure of a `scan`."""
-    n_consts, n_carry = scan_sizes(eqn)
+    n_consts, n_carry = versions.scan_sizes(eqn)
     first, last = n_consts + n_carry, len(eqn.invars)
     consts, carry, xs = slice(0, n_consts), slice(n_consts, first), slice(first, last)
     return Loop(eqn.params["jaxpr"], consts, carry, xs, eqn.params["length"])
@@ -286,23 +280,23 @@ def _run_cond(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Seq
 
 def with_checkpointed(eqn: JaxprEqn, jaxpr: Any) -> JaxprEqn:
     """Returns a `jax.checkpoint` of another open jaxpr, which may have more inputs in front of the others."""
-    new: dict[str, Any] = {"jaxpr": jaxpr if hi_primitive(eqn) is None else ClosedJaxpr(jaxpr, ())}
-    prevent_cse = params_of(eqn).get("prevent_cse")
+    new: dict[str, Any] = {"jaxpr": jaxpr if versions.hi_primitive(eqn) is None else ClosedJaxpr(jaxpr, ())}
+    prevent_cse = versions.params_of(eqn).get("prevent_cse")
     if isinstance(prevent_cse, tuple):  # one for each operand
         new["prevent_cse"] = (False,) * (len(jaxpr.invars) - len(prevent_cse)) + prevent_cse
-    return with_params(eqn, **new)
+    return versions.with_params(eqn, **new)
 
 
 def _run_remat(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
     _, consts = open_jaxpr(bodies[0].jaxpr)
-    return bind(with_checkpointed(eqn, with_constants_as_inputs(bodies[0].jaxpr)), [*consts, *args])
+    return bind(with_checkpointed(eqn, versions.with_constants_as_inputs(bodies[0].jaxpr)), [*consts, *args])
 
 
 def _run_hi_primitive(eqn: JaxprEqn, bodies: Sequence[Body], args: Sequence[Any]) -> Sequence[Any]:
-    primitive = hi_primitive(eqn)
-    kind = hi_kind(primitive)
+    primitive = versions.hi_primitive(eqn)
+    kind = versions.hi_kind(primitive)
     if kind == "name":
-        primitive = of_one(primitive)
+        primitive = versions.of_one(primitive)
         return [type(primitive)(primitive.name, jax.typeof(args[0]))(args[0])]
     return (_run_remat if kind == "remat" else run_inline)(eqn, bodies, args)
 

@@ -11,20 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._children import with_leaves
-from jmp_amp._jaxpr._versions import (
-    apply,
-    context_of,
-    is_constant,
-    open_jaxpr,
-    parent_of,
-    source_of,
-    trace,
-    trace_named,
-    tracers_read,
-)
+from jmp_amp._jaxpr._versions import context_of, open_jaxpr, trace, trace_named
 
 
 def dtype_of(x: Any) -> Any:
@@ -177,6 +168,12 @@ def trace_call(
     return trace_named(name, fun, call, *given), arrays, rebuild
 
 
+def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """Applies a primitive, given the parameters of an equation."""
+    out = primitive.bind(*args, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     """Applies the primitive of `eqn` to `args`, with some parameters replaced."""
     return apply(eqn.primitive, eqn.params | params, args)
@@ -220,16 +217,16 @@ def tracers_behind(
     entered: set[int] = set()
     waiting = list(tracers)
     while waiting:
-        tracer = source_of(waiting[-1])
-        eqn = parent_of(tracer)
-        if is_constant(tracer) or (dtype_of(tracer) == np.bool_ and not with_flags):
+        tracer = versions.source_of(waiting[-1])
+        eqn = versions.parent_of(tracer)
+        if versions.is_constant(tracer) or (dtype_of(tracer) == np.bool_ and not with_flags):
             waiting.pop()
         elif eqn is None or id(eqn) in entered or not enters(eqn):
             found[id(tracer)] = tracer
             waiting.pop()
         else:
             entered.add(id(eqn))
-            waiting.extend(tracers_read(eqn))
+            waiting.extend(versions.tracers_read(eqn))
     return list(found.values())
 
 

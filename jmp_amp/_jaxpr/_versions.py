@@ -25,10 +25,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 source_info_util.register_exclusion(_PACKAGE)  # ops get the source line of the user who calls this package
-with contextlib.suppress(ImportError, AttributeError):  # for tracebacks there is no public function
-    from jax._src import traceback_util
-
-    traceback_util.register_exclusion(_PACKAGE)
 
 
 def api_boundary(fun: Callable) -> Callable:
@@ -36,12 +32,14 @@ def api_boundary(fun: Callable) -> Callable:
 
     JAX's decorator is private; without it the errors show all frames.
     """
-    try:
-        from jax._src import traceback_util
+    return fun
 
-        return traceback_util.api_boundary(fun)
-    except (ImportError, AttributeError):
-        return fun
+
+with contextlib.suppress(ImportError, AttributeError):  # for tracebacks there is no public function
+    from jax._src import traceback_util
+
+    traceback_util.register_exclusion(_PACKAGE)
+    api_boundary = traceback_util.api_boundary
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -182,12 +180,6 @@ def is_traced_by(module: str) -> bool:
     return any(frame.f_globals.get("__name__") == f"jax._src.{module}" for frame, _ in frames)
 
 
-def apply(primitive: Primitive, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """Applies a primitive, given the parameters of an equation."""
-    out = primitive.bind(*args, **primitive.get_bind_params(params))
-    return list(out) if primitive.multiple_results else [out]
-
-
 def hi_primitive(eqn: JaxprEqn) -> Any:
     """Returns the `HiPrim` that an equation applies (`VJPHiPrimitive` up to JAX 0.11); None for other primitives."""
     return eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else None
@@ -307,12 +299,18 @@ def source_of(tracer: Any) -> Any:
 
 def is_constant(x: Any) -> bool:
     """Whether `x` is an array or a number, or a tracer of a number."""
-    return not isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "val", None), Literal)
+    return not isinstance(x, jax.core.Tracer) or isinstance(variable_of(x), Literal)
+
+
+def variable_of(x: Any) -> Any:
+    """Returns the variable or the literal that a tracer stands for; what is no tracer as it is."""
+    source = source_of(x)
+    return getattr(source, "val", source) if isinstance(source, jax.core.Tracer) else source
 
 
 def operands_of(eqn: Any) -> list[Any]:
     """Returns the variables and literals that an equation reads, while it is traced or afterwards."""
-    return [getattr(x, "val", x) if isinstance(x, jax.core.Tracer) else x for x in map(source_of, eqn.invars)]
+    return [variable_of(x) for x in eqn.invars]
 
 
 def zero_cotangent(aval: Any) -> Any:

@@ -21,7 +21,7 @@ from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
 from jmp_amp._loss_scale._scaled_grads import mark_scaled
 from jmp_amp._loss_scale._state import find_state
 from jmp_amp._products import is_float8_scale
-from jmp_amp._trees import wide_dtype
+from jmp_amp._trees import is_inexact, wide_dtype
 
 MICRO_BATCHES = "micro_batches"  # marks the loop over them, for `check_loss_scaling`
 LOSS_SCALE = "loss_scale"  # marks the multiplication of the loss, and of its cotangent, by the scale
@@ -425,7 +425,7 @@ def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
         arg = args[i] if -len(args) <= i < len(args) else None
         nodes = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, (*kinds,)))
         transforms = [name for kind, name in kinds.items() if any(isinstance(x, kind) for x in nodes)]
-        refused = [(path, x) for path, x in jax.tree.leaves_with_path(arg) if not _has_gradient(x)]
+        refused = [(path, x) for path, x in jax.tree.leaves_with_path(arg) if not is_inexact(x)]
         if transforms and refused:
             path, x = refused[0]
             raise TypeError(
@@ -435,11 +435,3 @@ def _check_differentiable(args: Sequence[Any], argnums: Any) -> None:
 
 
 _TRANSFORMS = {"flax.nnx": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}
-
-
-def _has_gradient(x: Any) -> bool:
-    try:
-        dtype = getattr(jax.typeof(x), "dtype", None)
-    except TypeError:  # not an array
-        return False
-    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)

@@ -87,7 +87,9 @@ class _BeforeUpdate(UnitAnalysis):
         references = _read_from(source, None, list) if _is_traced(source := jx.versions.source_of(scale)) else []
         unscaled = [*_tracers(params), *(x for ref in references if (x := ref()) is not None)]
         arguments = [x for x in unscaled if jx.versions.parent_of(jx.versions.source_of(x)) is None]
-        self._known = {id(_variable(x)): self.unscaled for x in arguments} | {id(_variable(scale)): self.scales[0]}
+        self._known = {id(jx.versions.variable_of(x)): self.unscaled for x in arguments} | {
+            id(jx.versions.variable_of(scale)): self.scales[0]
+        }
 
     def find_error(self, leaves: Sequence[tuple[Any, Any]]) -> str | None:
         """Returns what was done to gradients, the tracers at these paths, that is wrong for scaled ones, and a cure."""
@@ -157,12 +159,12 @@ def _infer_units(
 
     for tracer in behind:
         if jx.versions.parent_of(tracer) is None and jx.is_inexact(tracer):
-            units.setdefault(id(_variable(tracer)), argument)
+            units.setdefault(id(jx.versions.variable_of(tracer)), argument)
     for eqn in _parents(behind):
         found = analysis.infer_equation(eqn, [unit_of(atom) for atom in jx.versions.operands_of(eqn)])
         for var, unit in zip(eqn.outvars, found, strict=True):
             units.setdefault(id(var), unit)
-    return [unit_of(_variable(x)) for x in ends]
+    return [unit_of(jx.versions.variable_of(x)) for x in ends]
 
 
 def _is_unscaled(grad: Any) -> bool:
@@ -203,7 +205,7 @@ def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
     """Whether a traced value may be a factor of all gradients, as one of a single term of the loss is not."""
     analysis = UnitAnalysis(1)  # an origin says that a result is a sum of different powers
     unit = analysis.scales[0]._replace(is_data_free=False)
-    known = {id(_variable(candidate)): unit}
+    known = {id(jx.versions.variable_of(candidate)): unit}
     ends = _infer_units(analysis, jx.tracers_behind(*grads), grads, known, argument=analysis.unscaled)
     return all(not end.origins and end.powers in (None, unit.powers) for end in ends)
 
@@ -211,11 +213,6 @@ def _multiplies_all(candidate: Any, grads: Sequence[Any]) -> bool:
 def _parents(tracers: Iterable[Any]) -> list[Any]:
     """Returns the equations that computed tracers, each once."""
     return list({id(eqn): eqn for x in tracers if (eqn := jx.versions.parent_of(x)) is not None}.values())
-
-
-def _variable(tracer: Any) -> Any:
-    tracer = jx.versions.source_of(tracer)
-    return getattr(tracer, "val", tracer)
 
 
 def _arguments(tracers: Iterable[Any]) -> set[int]:

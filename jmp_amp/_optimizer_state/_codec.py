@@ -237,10 +237,8 @@ def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[j
         constant: the number that is everywhere in `x`, or None. XLA would fold large maxima for minutes.
         is_positive: whether the values will be 0 or more.
     """
-    if not block:
-        return store(x, jnp.zeros(0, jnp.uint16))
-    blocks = x.reshape(*x.shape[:-1], -1, block)[..., 0]
-    if constant is None:
+    blocks = x.reshape(*x.shape[:-1], -1, block)[..., 0] if block else jnp.zeros(0)
+    if not block or constant is None:
         return store(x, jnp.zeros_like(blocks, jnp.uint16))
     first = _FIRST_UNSIGNED if is_positive else _FIRST_SIGNED
     fills = [0, first, first]

@@ -154,13 +154,7 @@ def _find(update: Callable[..., Any], args: tuple[Any, Any, Any], extra: dict[st
         inputs[before : before + n] = facts
         found = _Facts()
         outs = found.outs(jaxpr, inputs)[-n:] if n else ()
-        pairs = zip(facts, outs, strict=True)
-        new = [
-            fact._replace(
-                differences=fact.differences | out.differences, is_positive=fact.is_positive and out.is_positive
-            )
-            for fact, out in pairs
-        ]
+        new = [found.join(fact, out)._replace(read=fact.read) for fact, out in zip(facts, outs, strict=True)]
         if new == facts:
             last = {frozenset({i}): out.read for i, out in enumerate(outs) if i not in out.read}  # no averages
             changes = [a | b for a, b in found.pairs if last.get(a - b) == b]

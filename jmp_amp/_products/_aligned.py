@@ -58,20 +58,15 @@ def padding(avals: Sequence[Any], params: dict[str, Any], n_devices: int = 1) ->
     if not rows * columns * terms >= _LEAST_INTENSITY * (rows * columns + (rows + columns) * terms) > 0:
         return None
     zeros: list[dict[int, int]] = [{}, {}]
-
-    def pad(size: int, *axes: tuple[int, int]) -> None:
-        """Pads an axis of operands, by their numbers, if it is last in memory and all such axes have a `size`."""
-        is_last = is_float8 or any((i == 1 and axis in free[1]) or axis == avals[i].ndim - 1 for i, axis in axes)
-        n = avals[axes[0][0]].shape[axes[0][1]]
-        if is_last and size % multiple and math.gcd(n, n_devices) == 1:
-            for i, axis in axes:
+    # The number of rows, of columns or of terms, and the axis of each operand that is one of them.
+    own = [(size, {i: axes[-1]}) for i, (size, axes) in enumerate(zip((rows, columns), free, strict=True)) if axes]
+    shared = [(terms, {0: lhs, 1: rhs}) for lhs, rhs in zip(*contracting, strict=True)]
+    for size, axes in own + shared:
+        is_last = is_float8 or [*axes] == [1] or any(axis == avals[i].ndim - 1 for i, axis in axes.items())
+        for i, axis in axes.items():
+            n = avals[i].shape[axis]
+            if is_last and size % multiple and math.gcd(n, n_devices) == 1:
                 zeros[i][axis] = -n % multiple
-
-    for i, size in enumerate((rows, columns)):
-        if free[i]:
-            pad(size, (i, free[i][-1]))
-    for lhs, rhs in zip(*contracting, strict=True):
-        pad(terms, (0, lhs), (1, rhs))
     return zeros if any(zeros) else None
 
 

@@ -8,7 +8,7 @@ The rules of the primitive are those of a product: it is linear in each operand,
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,58 +119,43 @@ def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         )
         return mlir.lower_fun(functools.partial(in_base, **params), multiple_results=False)(ctx, *args)
     (lhs, rhs, *rest), exponents = _split_exponents(list(zip(ctx.avals_in, args, strict=True)), params["scaled"])
-    inputs = [[x] if exponent is None else [x, exponent] for x, exponent in zip((lhs, rhs), exponents, strict=True)]
-    pairs = zip(params["operands"], inputs, strict=True)
-    casts = [_lowered_cast(ctx, each, _Cast(dtype, _order(ctx, *each))) for dtype, each in pairs]
-    pair = [jx.with_dtype(x, dtype) for (x, _), dtype in zip((lhs, rhs), params["operands"], strict=True)]
-    zeros = None if rest else padding_for(ctx, pair, params)
+    triples = zip((lhs, rhs), exponents, params["operands"], strict=True)
+    casts = [_lowered_cast(ctx, [x] if exponent is None else [x, exponent], dtype) for x, exponent, dtype in triples]
+    zeros = None if rest else padding_for(ctx, [aval for (aval, _), _ in casts], params)
     avals, values = zip(*itertools.chain(*casts), *rest, strict=True)
     product = functools.partial(_scaled_product, zeros=zeros, **params)
     return mlir.lower_fun(product, multiple_results=False)(ctx.replace(avals_in=avals), *values)
 
 
-Typed = tuple[Any, Any]  # a type and a value of the program that is lowered
-
-
-def _order(ctx: Any, x: Typed, *exponent: Typed) -> tuple[int, ...] | None:
-    """Returns the order of the axes in which a weight is stored, for GPUs; None for another operand."""
-    is_gpu = {"cuda", "rocm"}.issuperset(jx.versions.lowering_platforms(ctx))
-    return jx.versions.stored_order(ctx, *x) if exponent and is_gpu else None
-
-
-def _lowered_cast(ctx: Any, inputs: Sequence[Typed], cast: Any) -> Sequence[Typed]:
-    """Lowers a cast once for each array, and returns its results.
+def _lowered_cast(ctx: Any, inputs: Sequence[tuple[Any, Any]], dtype: Any) -> list[tuple[Any, Any]]:
+    """Lowers the cast of an operand to a float8 dtype, once for each array, and returns types and values of `quantize`.
 
     The forward and the backward pass cast the same weights. XLA does not merge equal collectives: two maxima of a
     sharded weight would make two casts of it, and two all-gathers.
+
+    GPUs read float8 along the axis that is summed over. To get there, XLA would transpose the float32 weights of all
+    layers, before a loop over micro-batches starts. In the order in which a weight is stored, it transposes the float8
+    weight of a layer.
+
+    Args:
+        ctx: that of the lowering rule.
+        inputs: the types and values of the operand and, for a weight, of the exponent of its scale.
+        dtype: the float8 dtype.
     """
     avals, values = zip(*inputs, strict=True)
+    is_on_gpu = {"cuda", "rocm"}.issuperset(jx.versions.lowering_platforms(ctx))
+    order = jx.versions.stored_order(ctx, *inputs[0]) if len(inputs) > 1 and is_on_gpu else None
 
-    def lower() -> Sequence[Typed]:
+    def cast(x: jax.Array, *exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        low, exponents = quantize(x, dtype, *exponent)
+        return low if order is None else with_layout_constraint(low, Layout(order)), exponents
+
+    def lower() -> list[tuple[Any, Any]]:
         out_avals = jx.trace(cast, avals).out_avals
         ctx_of_cast = ctx.replace(avals_in=avals, avals_out=out_avals)
         return list(zip(out_avals, mlir.lower_fun(cast, multiple_results=True)(ctx_of_cast, *values), strict=True))
 
-    return jx.versions.lowered_once(ctx, (cast, *values), lower)
-
-
-class _Cast(NamedTuple):
-    """The cast of an operand.
-
-    Attributes:
-        dtype: the float8 dtype.
-        order: the axes of the result in memory, the outermost first; None leaves it to XLA. GPUs read float8 along the
-            axis that is summed over. To get there, XLA would transpose the float32 weights of all layers, before a loop
-            over micro-batches starts. In the order of the weight, it transposes the float8 weight of a layer.
-    """
-
-    dtype: np.dtype
-    order: tuple[int, ...] | None
-
-    def __call__(self, x: jax.Array, *exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns `quantize` of the operand."""
-        low, exponents = quantize(x, self.dtype, *exponent)
-        return low if self.order is None else with_layout_constraint(low, Layout(self.order)), exponents
+    return jx.versions.lowered_once(ctx, ("cast to float8", dtype, order, *values), lower)
 
 
 def _scaled_product(
@@ -235,11 +220,8 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any
         return jax.vmap(functools.partial(in_base, **params), axes)(*args), 0
     pairs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
     args, exponents = _split_exponents(pairs, params["scaled"])
-    i = int(axes[0] is None)
-    contracting, batch = params["dimension_numbers"][0], params["dimension_numbers"][1]
-    contracting = list(contracting)
-    contracting[i] = tuple(axis + 1 for axis in contracting[i])
-    numbers = tuple(map(tuple, contracting)), batch
+    (contracting, batch), i = params["dimension_numbers"], int(axes[0] is None)
+    numbers = tuple([tuple([axis + (j == i) for axis in each]) for j, each in enumerate(contracting)]), batch
     if exponents[i] is not None:  # of the scale that suits all rows
         exponents[i] = jnp.min(exponents[i], axis=0)
     axis = 0 if i == 0 else args[0].ndim - len(contracting[0])
