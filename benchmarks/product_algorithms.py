@@ -25,8 +25,8 @@ the product. The squared distances are |x|² + |y|² - 2 x·y of points in 64 di
 norm apart; the error is the largest one, over the distance. Autocast leaves such products in float32: in bfloat16
 nothing of them is right.
 
-Compiled for an H200, the products carry the algorithm (`tests/test_product_algorithms.py`). `"tensorfloat32"` is not
-in the table: NVIDIA's GPUs compute a float32 product so by default, with operands of 11 bits; a TPU, with the same
+Compiled for an H200, the products carry the algorithm (`tests/ops/test_product_algorithms.py`). `"tensorfloat32"` is
+not in the table: NVIDIA's GPUs compute a float32 product so by default, with operands of 11 bits; a TPU, with the same
 name, as `"bfloat16_x3"`.
 """
 

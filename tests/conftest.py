@@ -4,6 +4,7 @@ import collections
 import gc
 import importlib.util
 import os
+import pathlib
 import threading
 import zlib
 from importlib.metadata import version
@@ -24,6 +25,8 @@ import pytest
 from jax._src import compiler
 
 from jmp_amp.debug import _emulation
+
+pytest.register_assert_rewrite(*(path.stem for path in (pathlib.Path(__file__).parent / "helpers").rglob("*.py")))
 
 _emulation._COMPILER_OPTIONS["xla_backend_optimization_level"] = 0  # nor do emulated gradients run for long
 
