@@ -100,7 +100,6 @@ def check(fun, *args, calls=1, same=assert_same, **expected):
     return kernel.options
 
 
-@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("variant", forms.variants(37), ids=forms.name_of)
 def test_attention_is_found_however_it_is_written(variant):
@@ -283,7 +282,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_attention_is_found_wherever_it_stands(name):
@@ -316,7 +314,6 @@ def test_a_function_with_a_derivative_of_its_own_keeps_it():
     assert [each.why for each in fused.found] == ["the function around it has a derivative of its own"]
 
 
-@pytest.mark.long
 def test_a_traced_temperature_multiplies_the_queries():
     def of_all(q, k, v, t):
         return forms.apply_to(jax.nn.softmax(jnp.where(forms.causal(6, 10), forms.scores_of(q, k) / t, -1e9)), v)
@@ -367,7 +364,6 @@ def test_a_number_of_keys_is_said_as_such():
         assert "mask" not in options
 
 
-@pytest.mark.long
 def test_masks_and_biases_keep_the_axes_that_they_have():
     segments = jnp.array([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
     slopes, distances = 2.0 ** -jnp.arange(1, 5), jnp.abs(jnp.arange(6)[:, None] - jnp.arange(6))
@@ -546,7 +542,6 @@ ON_A_CPU = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:`gpu_kernel` refuses the derivative")
 @pytest.mark.parametrize("wrap", ON_A_CPU.values(), ids=ON_A_CPU)

@@ -165,7 +165,7 @@ UNDECIDED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", DECIDED)
 def test_the_program_decides_what_is_kept(name):
     assert keeps_the_users_plan(*DECIDED[name])

@@ -27,7 +27,7 @@ def test_products_inside_are_low_precision(name):
     assert set(rows) == {LOW}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("around", [jax.jit, jax.vmap, jax.checkpoint], ids=["jit", "vmap", "remat"])
 def test_values_are_those_of_float32(around):
     x = jnp.stack([X, X]) if around is jax.vmap else X
@@ -41,7 +41,7 @@ def test_values_are_those_of_float32(around):
         np.testing.assert_allclose(got, want, rtol=2e-3, err_msg=name)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_value_outside_of_jit_is_that_of_float32(name):
     got, want = amp.autocast(PROGRAMS[name])(X), jax.jit(PROGRAMS[name])(X)
@@ -49,7 +49,6 @@ def test_value_outside_of_jit_is_that_of_float32(name):
     np.testing.assert_allclose(got, want, rtol=2e-3)
 
 
-@pytest.mark.long
 def test_gradients_are_those_of_float32_and_their_products_low_precision_either_way_round():
     def ways(fun):
         def loss(x):
@@ -250,7 +249,7 @@ def solved(x):
     return jnp.sum(odeint(lambda y, t: jnp.tanh(y @ W) * jnp.exp(-t), x, jnp.array([0.0, 1.0])))
 
 
-@pytest.mark.parametrize("fun", [scan_in_scans, pytest.param(solved, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fun", [scan_in_scans, solved])
 def test_loops_in_loops_take_little_more_than_their_tracing(fun):
     def calls(transform):
         def trace():  # a new function each time, which JAX has not traced before

@@ -96,7 +96,6 @@ class TestLabelLogit:
         for got, want, tolerance in zip(*both(W), ({"atol": 2e-3}, {"atol": 2e-3}, {"rtol": 2e-3}), strict=True):
             np.testing.assert_allclose(got, want, **tolerance)
 
-    @pytest.mark.long
     def test_out_of_bounds_is_what_it_is_without_autocast(self):
         labels = LABELS.at[1].set(99)
 

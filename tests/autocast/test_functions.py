@@ -597,8 +597,7 @@ def table(*domains):
     )
 
 
-@pytest.mark.long
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(72)
 @table(
     *(ELEMENTWISE, NN, PRODUCTS, REDUCTIONS, ORDER, SHAPES, INDEXING, LINALG),
     *(FFT, SPECIAL, STATS, SCIPY, RANDOM, LOSSES, CONSTANTS, CONTROL),
@@ -607,13 +606,13 @@ def test_float16_computes_what_the_plain_function_does(fun, inputs):
     check(fun, inputs, F16)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @table(NN, ORDER)
 def test_bfloat16_computes_what_the_plain_function_does(fun, inputs):
     check(fun, inputs, BF16)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @table(NN, CONTROL)
 def test_parameters_of_a_low_precision_policy_compute_what_float32_ones_do(fun, inputs):
     check_parameters(fun, inputs, F16)

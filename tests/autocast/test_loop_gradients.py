@@ -180,7 +180,7 @@ def drawn(seed):
     return rng.choice(list(LOOPS)), rng.choice(list(READS), rng.integers(1, 4))
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_loop_is_as_exact_as_its_products(seed, low):
@@ -195,6 +195,7 @@ def context(dot, w, x):
     return lax.scan(lambda h, _: (jnp.tanh(dot(h, w) + z),) * 2, jnp.zeros_like(x), None, STEPS)[1]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("stored", ["policy", "code"])
 def test_parameters_that_are_stored_in_16_bits(low, stored):

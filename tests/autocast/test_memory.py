@@ -23,7 +23,6 @@ def params():
 
 
 class TestSave:
-    @pytest.mark.long
     def test_keeps_only_products_for_the_backward_pass(self, params):
         def kept(**options):
             """Elements that the scan stacks for the backward pass, by dtype."""
@@ -105,6 +104,7 @@ class TestWeightGradDtype:
         assert np.isinf(plain).all()
         np.testing.assert_allclose(exact, 1e5)
 
+    @pytest.mark.sweep(3)
     @pytest.mark.parametrize(
         ("fun", "shape"),
         [

@@ -61,7 +61,7 @@ def described(x):
     return type(x), x
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", sorted(set(LEAVES) - STATIC))
 def test_an_array_is_returned_as_an_array_of_its_type(name):
     def fun(x):
@@ -89,7 +89,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(trees)
 def test_every_output_tree_keeps_its_structure_and_its_types(tree):
     def fun(x):

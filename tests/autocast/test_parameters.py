@@ -147,7 +147,7 @@ PLATFORMS = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PLATFORMS)
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["", "jit"])

@@ -14,7 +14,7 @@ from jmp_amp._jaxpr import open_jaxpr, structure_of
 from jmp_amp._jaxpr._versions import apply
 
 pytestmark = [
-    pytest.mark.sweep(251),
+    pytest.mark.sweep(753),
     pytest.mark.filterwarnings("ignore:autocast has no rule for `custom_vmap_call`"),
 ]
 SEEDS = range(1000)
@@ -164,7 +164,6 @@ def assert_as_finite(x, y):
     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y))
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("_all_plans_changed")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_rebuilt_program_computes_what_the_program_computes(seed):

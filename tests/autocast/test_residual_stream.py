@@ -377,7 +377,7 @@ def test_a_region_takes_precedence():
     assert sums(model, W, X) == [LOW, FULL]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_is_more_accurate_than_casting_the_parameters():
     params = jax.jit(gpt.init, static_argnames="layers")(jax.random.key(0), layers=6)
     tokens = jax.random.randint(jax.random.key(1), (4, gpt.CONTEXT), 0, gpt.VOCAB)

@@ -80,8 +80,7 @@ def with_gradients(fun, args):
     return jax.value_and_grad(loss, argnums=floating, has_aux=True)
 
 
-@pytest.mark.long
-@pytest.mark.sweep(11)
+@pytest.mark.sweep(33)
 @pytest.mark.parametrize(("make", "backward"), [*cases()])
 def test_an_exported_program_of_any_batch_size_is_the_program_of_each(make, backward):
     fun, args = make()
@@ -101,7 +100,7 @@ def test_an_exported_program_of_any_batch_size_is_the_program_of_each(make, back
         np.testing.assert_allclose(np.asarray(a, a.dtype), np.asarray(b), rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("options", [{"save": "all"}, {"weight_grad_dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("name", ["embedding", "norm of a product", "cross entropy", "heads with a bias"])
 def test_options_take_symbolic_sizes_too(name, options):

@@ -88,7 +88,7 @@ def test_contains(name):
     np.testing.assert_allclose(got, want, atol=2e-2)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("around", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_shardings_and_constraints_survive(kind, around):

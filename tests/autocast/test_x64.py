@@ -111,7 +111,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 def test_a_mixture_has_the_dtypes_and_the_values_of_plain_jax(name):
     def loss(x, t):
         mixture = MIXED[name](x @ W, t)

@@ -23,8 +23,8 @@ def traced():
     return programs
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rule", [rule for rule in autocast_cost.WITHOUT if rule != "nothing" and "save" not in rule])
+@pytest.mark.sweep(5)
 def test_a_rule_that_is_left_out_changes_a_program(rule):
     with autocast_cost.WITHOUT[rule]():
         without = traced()

@@ -38,7 +38,6 @@ def test_each_program_has_a_conversion():
 ALL = {"float16": 0.01, "bfloat16": 0.06}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tolerances"), [QUICK, *(pytest.param(x, ALL, marks=pytest.mark.slow) for x in adopters.CONVERSIONS)]
 )

@@ -11,8 +11,7 @@ import jmp_amp as amp
 pytestmark = pytest.mark.usefixtures("users_code")
 
 
-@pytest.mark.long
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(42)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_runs_low_where_it_should_and_agrees_with_float32(name):
     try:

@@ -18,7 +18,7 @@ KINDS = [name for name, model in MODELS.items() if model.broken.__module__ == "b
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces a constant
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(42)
 @pytest.mark.parametrize("name", KINDS)
 def test_broken_kind(name):
     model = MODELS[name]
@@ -40,8 +40,7 @@ def test_broken_kind(name):
         assert_near(found, [value, *grads], 1e-2 if "float16" in name or name in broken_kinds.HIDDEN else 1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(42)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KINDS])
 def test_broken_model(name):
     model = MODELS[name]

@@ -67,12 +67,11 @@ def test_each_program_says_what_is_to_be_seen():
     assert {x.broken.__name__ for x in MODELS.values() if x.broken.__module__ == "broken_kinds"} == kinds
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, as it traces a constant
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in (*QUICK, *SEEN_AGAIN) else pytest.mark.slow) for x in MODELS]
 )
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 def test_the_line_and_the_cause_are_right_and_lines_in_float32_are_enough_in_the_source(name):
     model = MODELS[name]
     fun, args = model.make()
@@ -84,7 +83,7 @@ def test_the_line_and_the_cause_are_right_and_lines_in_float32_are_enough_in_the
     assert_cure_is_right(model, found)
 
 
-@pytest.mark.long
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", broken_kinds.CORRECT)
 def test_nothing_is_said_of_correct_programs(name):
     fun, args = broken_kinds.CORRECT[name]
@@ -101,7 +100,6 @@ def test_a_wrong_cure_is_noticed(name, line):
         assert_right(cured, "within 3e-02 of float32")
 
 
-@pytest.mark.long
 def test_a_wrong_line_and_a_wrong_cause_are_noticed():
     model = MODELS["adam"]
     found = first_nonfinite(model.broken)(*model.args())

@@ -225,7 +225,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.long
 def test_a_step_of_jitted_parts_that_forgets_the_scale_is_found_here_alone():
     tx = amp.dynamic_loss_scale(optax.sgd(1.0))
     gradient, update = jax.jit(amp.grad(loss_fn)), jax.jit(tx.update)
@@ -347,7 +346,6 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
         check(last)(PARAMS, tx.init(PARAMS))
 
 
-@pytest.mark.long
 def test_a_scale_that_the_step_makes_is_followed():
     tx = amp.dynamic_loss_scale(optax.sgd(0.1))
 

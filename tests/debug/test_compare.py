@@ -44,7 +44,7 @@ def test_errors_are_the_norm_of_the_difference_over_the_norm(args):
     assert report.loss_scale == {"float16": 2.0**8}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("planted", ["layer_0", "layer_1", "layer_3"])
 def test_the_module_with_the_planted_inaccuracy_is_the_worst(args, planted):
     report = compare(mlp(planted), ["float16"])(*args)
@@ -304,10 +304,9 @@ def in_a_function_with_a_rule(cast, w, x):
     return product(w, x)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("compute", [in_a_scan, in_a_counted_loop, in_a_branch, in_a_function_with_a_rule])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 def test_what_the_program_casts_itself_is_not_cast_in_the_reference(compute, reference):
     keys = jax.random.split(jax.random.key(0))
     w, x = (jax.random.normal(key, (4, 4)) for key in keys)

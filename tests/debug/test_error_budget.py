@@ -87,8 +87,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_switches_lead_from_float32_to_low_precision_and_each_rounding_is_estimated(name, dtype):
@@ -123,7 +122,6 @@ def test_a_checkpoint_changes_nothing():
     assert len(pairs[0]) == len(pairs[1])
 
 
-@pytest.mark.long
 def test_a_loop_sums_the_roundings_of_its_iterations():
     unrolled, loop = budget_of("layers", "bfloat16"), budget_of("scan", "bfloat16")
     assert {row.runs for row in loop.rows} == {3}
@@ -167,7 +165,6 @@ def test_errors_pass_through_stop_gradient():
     assert 0.7 < budget.explained < 1.4
 
 
-@pytest.mark.long
 def test_a_planted_module_has_the_largest_share():
     def loss_fn(params, x):
         for name, w in params.items():
@@ -186,7 +183,6 @@ def test_a_planted_module_has_the_largest_share():
     assert line in str(budget)
 
 
-@pytest.mark.long
 def test_errors_of_equal_elements_add_up():
     def loss_fn(params, x):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["v"]))
@@ -334,8 +330,7 @@ KINKS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(11)
+@pytest.mark.sweep(33)
 @pytest.mark.parametrize("name", KINKS)
 def test_decisions_that_roundings_flip_are_rows_with_their_line(name):
     loss_fn = KINKS[name]
@@ -363,7 +358,6 @@ def test_what_a_custom_derivative_computes_in_the_backward_pass_has_its_scope():
     assert {at.module for at in found if at.direction != "forward"} == set("abc")
 
 
-@pytest.mark.long
 def test_when_it_is_late_the_decisions_that_are_left_share_one_run_by_their_flips():
     args = W, jax.random.normal(KEYS[4], (2048, 8))
     budget = amp.debug.error_budget(relus, "bfloat16", loss_scale=1.0, max_seconds=1e-9)(*args)
@@ -378,7 +372,6 @@ def taken(y, limit):
     return lax.cond(jnp.mean(3 * y) > limit, lambda y: jax.nn.relu(y + 2) ** 2, lambda y: 3 * y, y)
 
 
-@pytest.mark.long
 def test_what_only_one_run_does_has_no_flips_and_the_decision_to_do_it_has_the_whole_error():
     def loss_fn(w, limit):
         return jnp.mean(taken(jnp.tanh(X @ (64 + w) - X @ jnp.full((8, 8), 64.0)), limit))
@@ -403,7 +396,6 @@ def test_without_kinks_there_are_no_decisions_to_record():
     assert not any(row.decides for row in program.rows)
 
 
-@pytest.mark.long
 def test_ops_of_integers_stay_as_traced():
     def loss_fn(w, x, counts, bits):
         n = len(x)
@@ -427,7 +419,6 @@ def test_ops_of_integers_stay_as_traced():
     assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
 
 
-@pytest.mark.long
 def test_float8_products_round_with_their_scales():
     loss_fn = amp.precision("float8")(layers)
     args = {name: jnp.kron(w, jnp.eye(4)) for name, w in W.items()}, jnp.kron(X, jnp.ones((1, 4)))

@@ -58,7 +58,7 @@ def shard_map(fun, in_specs, out_specs, **options):
     return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "check_vma"), [*((name, False) for name in PROGRAMS), ("gradients", True)])
 def test_the_results_are_those_of_the_devices(name, check_vma):
     fun = shard_map(*PROGRAMS[name], check_vma=check_vma)

@@ -268,7 +268,6 @@ def test_shapes_are_enough_and_nothing_is_compiled_or_run():
     assert [row.compute for row in report.select(primitive="dot_general").rows] == [F16, F16, F16]
 
 
-@pytest.mark.long
 def test_six_layers_take_little_more_than_their_tracing():
     loss_fn, args = gpt_case(None, layers=6)
 
@@ -457,7 +456,7 @@ DIVISORS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("name", DIVISORS)
 def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(name):
     divisor, overflows = DIVISORS[name]
@@ -472,7 +471,6 @@ def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(n
     assert not jnp.isnan(jax.grad(loss_fn)(w, x)).any()
 
 
-@pytest.mark.long
 def test_the_reports_say_alike_where_an_op_is():
     def loss_fn(ws, x):
         def step(x, w):

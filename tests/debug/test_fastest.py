@@ -42,7 +42,6 @@ def errors(report):
     return {row.setting: row.error for row in report.rows}
 
 
-@pytest.mark.long
 def test_rows_have_the_error_of_the_gradient_and_the_memory_of_the_program():
     report = amp.debug.fastest(loss_fn, ["float16", {"dtype": "bfloat16", "save": "all"}])(PARAMS, X)
     assert {row.setting for row in report.rows} == {'"float32"', '"float16"', '"bfloat16", save="all"'}

@@ -39,8 +39,7 @@ def test_where_no_rule_is_needed_there_is_none(args):
     assert "without rules" in str(report)
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("planted", ["layer_0", "layer_1", "layer_2"])
 def test_the_planted_module_is_the_one_rule(args, planted):
     loss_fn = network(planted)
@@ -56,7 +55,6 @@ def test_the_planted_module_is_the_one_rule(args, planted):
     assert planted in str(report)
 
 
-@pytest.mark.long
 def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
     loss_fn = network("layer_0", "layer_1", "layer_2")
     rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-3)
@@ -65,7 +63,6 @@ def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
     assert report.error <= 1e-3
 
 
-@pytest.mark.long
 def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
     def loss_fn(params, x):
         with jax.named_scope("first"):
@@ -87,7 +84,7 @@ def test_two_culprits_of_which_each_alone_hides_the_other_are_both_found():
     assert [row.error for row in report.rows[:2]] == [np.inf, np.inf]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_share_in_low_precision_is_that_of_explain(args):
     def loss_fn(params, x):
         with amp.full_precision():  # is no part of the share without rules, either
@@ -103,7 +100,6 @@ def test_the_share_in_low_precision_is_that_of_explain(args):
     assert 1 > share() > share(rules=rules) > 0
 
 
-@pytest.mark.long
 def test_an_op_class_is_suggested_where_it_is_cheaper_than_the_modules():
     def loss_fn(params, x, shift):
         for name, w in params.items():
@@ -149,8 +145,7 @@ def with_a_scan(in_float32=contextlib.nullcontext):
     return loss_fn
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("make", [without_scopes, with_a_scan])
 def test_where_scopes_cannot_tell_a_line_is_named(make):
     keys = jax.random.split(jax.random.key(0), 4)
@@ -179,7 +174,6 @@ def test_one_line_may_be_the_whole_program():
     assert gradient_error(loss_fn, rules, args) <= 1e-2
 
 
-@pytest.mark.long
 def test_of_kinks_the_gain_of_a_rule_is_measured():
     def loss_fn(params, x):
         for name, w in params.items():
@@ -196,7 +190,6 @@ def test_of_kinks_the_gain_of_a_rule_is_measured():
     assert names.index("layer_0") < names.index("layer_2")  # its roundings flip the comparisons of all layers
 
 
-@pytest.mark.long
 def test_after_max_seconds_the_report_says_what_was_left_out(args):
     report = amp.debug.suggest_rules(network("layer_1"), max_seconds=1e-3)(*args).report
     assert not report.met
@@ -216,7 +209,7 @@ def test_what_cannot_be_seen_into_has_no_certificate():
     assert "No rules meet" not in str(report)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bfloat16_needs_more_than_float16(args):
     loss_fn = network("layer_1")
     rules, report = amp.debug.suggest_rules(loss_fn, "bfloat16")(*args, tol=5e-2)
@@ -263,7 +256,6 @@ def test_modules_of_flax_are_found():
     assert gradient_error(loss_fn, rules, (params, x)) <= 1e-2
 
 
-@pytest.mark.long
 def test_what_is_no_floating_array_is_passed_through(args):
     def loss_fn(model, x):
         return network("layer_1")(model["params"], model["act"](x))

@@ -32,10 +32,9 @@ CASES = [
 
 def each_case(test):
     """By module, so that the tests of one case follow each other and share its run."""
-    return pytest.mark.sweep(3)(pytest.mark.parametrize(("way", "how", "clip"), CASES, scope="module")(test))
+    return pytest.mark.sweep(9)(pytest.mark.parametrize(("way", "how", "clip"), CASES, scope="module")(test))
 
 
-@pytest.mark.long
 @each_case
 def test_a_run_on_many_devices_is_the_run_on_one(way, how, clip):
     history = run(way, how, clip)

@@ -49,7 +49,6 @@ def test_windows_overlap_by_a_token_and_go_on_through_the_files(text):
     np.testing.assert_array_equal(tokens, np.resize(content, len(tokens)))
 
 
-@pytest.mark.long
 def test_weights_and_sizes_are_read_as_hugging_face_writes_them(tmp_path):
     config = finetune_8b.CONFIGS["tiny"]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

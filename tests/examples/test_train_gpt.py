@@ -58,7 +58,6 @@ def test_model_type_checks_under_strict_promotion():
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}
 
 
-@pytest.mark.long
 def test_float16_run_skips_the_injected_overflow_and_goes_on(example, tmp_path, capsys, monkeypatch):
     traces = []
     measure = example.measure

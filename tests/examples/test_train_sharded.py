@@ -25,7 +25,7 @@ def start(*args, **more):
 
 def finish(process):
     try:
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     return process.returncode, out, err

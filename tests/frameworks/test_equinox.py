@@ -118,6 +118,7 @@ def loss_fn(model, x):
     return jnp.mean(out**2), out
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_module_is_an_argument_and_close_to_float32(name):
     model, x, expected = MODELS[name]()

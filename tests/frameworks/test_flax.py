@@ -112,6 +112,7 @@ def mean_square(apply):
     return loss
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("model", "x", "expected"),
     [
@@ -156,6 +157,7 @@ def test_patterns_match_modules(pattern):
     check_modules(fun, params, state, X, norm="LayerNorm_0")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "x", "y"),
     [(ResNet(), IMAGES, jnp.arange(4)), (Transformer(), TOKENS, jnp.roll(TOKENS, -1, 1))],
@@ -199,6 +201,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Transformer(), Deep()], ids=["nn.scan of nn.remat", "nn.remat_scan"])
+@pytest.mark.sweep(2)
 def test_remat_decides_what_is_kept(model):
     params = model.init(KEY, TOKENS)
     assert keeps_the_users_plan(lambda params: jnp.mean(jnp.square(model.apply(params, TOKENS))), params)

@@ -44,7 +44,7 @@ def loss(request):
     return functools.partial(gpt.loss, scan=request.param)
 
 
-@pytest.mark.long
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_product_is_low_precision_forward_and_backward(loss, params, dtype):
     forward = amp.autocast(loss, dtype)
@@ -87,8 +87,8 @@ def value_and_grads(scan, dtype, **options):
     return value, jax.tree.map(lambda g: g / SCALE, grads)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scan", "unrolled"])
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float16", 1e-2), pytest.param("bfloat16", 5e-2, marks=pytest.mark.slow)]
 )
@@ -103,8 +103,8 @@ def test_loss_and_gradients_are_close_to_float32_and_have_its_dtype(scan, dtype,
         assert np.linalg.norm(grad - want) < tolerance * np.linalg.norm(want), jax.tree_util.keystr(path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("other", [{"scan": False}, {"scan": True, "save": "all"}], ids=["unrolled", "saved"])
+@pytest.mark.sweep(2)
 def test_gradients_are_the_same_unrolled_and_with_all_saved(other):
     (_, grads), (_, others) = value_and_grads(True, "float16"), value_and_grads(dtype="float16", **other)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):

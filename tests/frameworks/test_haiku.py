@@ -63,6 +63,7 @@ def setup(model, x):
     return *jax.jit(transformed.init)(KEY, x), loss
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("model", "x", "expected"),
     [

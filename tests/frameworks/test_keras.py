@@ -65,6 +65,7 @@ def data(model, size):
     return jax.random.normal(jax.random.key(0), (size, *model.input_shape[1:]))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("build", [dense, convolutional])
 def test_model_and_its_state_are_close_to_float32(build, training):
@@ -75,6 +76,7 @@ def test_model_and_its_state_are_close_to_float32(build, training):
     check_rows(expected, loss_of(model, training), *values(model), data(model, 4))
 
 
+@pytest.mark.slow
 def test_application_is_as_close_to_float32_as_float32_with_rounded_inputs():
     """The batch norms of an untrained network magnify any rounding: float32 is not closer to itself."""
     keras.utils.set_random_seed(0)

@@ -62,6 +62,7 @@ def inputs(name):
     return params, 3 * normal(STEPS, BATCH, WIDTH)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CELLS)
 def test_the_result_and_its_gradients_are_those_of_the_hand_cast_cell(name):
     @jax.jit

@@ -163,8 +163,7 @@ def planned(fun, *args):
     return max(plans.values()), max(decisions.values())
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
 def test_an_equation_is_decided_a_bounded_number_of_times_whatever_the_nesting(loop):
     jax.clear_caches()

@@ -93,7 +93,7 @@ def _flags(request):
         jax.config.update(flag, False)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.usefixtures("_flags")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_low_precision_and_derivatives_those_of_the_program(name):
@@ -119,7 +119,7 @@ def test_products_are_low_precision_and_derivatives_those_of_the_program(name):
         np.testing.assert_allclose(got, derivative, rtol=3e-2, atol=1e-2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.usefixtures("_flags")
 def test_a_primitive_of_the_user_may_run_in_a_shard_map_outside_jit():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -104,7 +104,7 @@ def assert_unscaled(run, tree, inv_scale, out_dtype=jnp.float32):
 # Values
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_rounded_once_and_the_sum_is_that_of_float64(way):
     block = launch.BLOCK
@@ -147,7 +147,7 @@ def test_results_are_rounded_to_nearest_even(way, out_dtype):
         assert_unscaled(program(way, out_dtype), tree, inv_scale, out_dtype)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_floating_number_passes_through(way):
     others = {
@@ -188,7 +188,7 @@ def test_the_factor_is_any_scalar(inv_scale):
     assert_is(result, True, 100.0 * float(inv_scale) ** 2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", KERNELS)
 def test_64_bit_programs_run_the_same_kernel(way):
     tree = [normal(5, jnp.float16), normal(129), normal(BLOCK + 7, jnp.bfloat16)]
@@ -218,7 +218,7 @@ def places(block):
     }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_bad_element_is_found_wherever_it_is_and_all_others_are_written(way):
     leaves = places(launch.BLOCK)
@@ -238,7 +238,7 @@ def with_value(x, position, value):
     return x
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
     def results(a, b, inv_scale=1.0, out_dtype=jnp.float32):
@@ -278,7 +278,7 @@ def test_two_calls_give_the_same_bits(way):
     assert_same_bits(check(way, tree, 0.5), check(way, tree, 0.5))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", KERNELS)
 def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     tree = [normal(9000), normal(130, jnp.float16), normal(3)]
@@ -291,8 +291,7 @@ def test_the_size_of_a_block_does_not_show(way, monkeypatch):
     np.testing.assert_allclose(total, other_total, rtol=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", KERNELS)
 def test_a_leaf_too_large_for_an_index_is_read_as_rows(way, monkeypatch):
     monkeypatch.setattr(launch, "INDEX_LIMIT", 3000)
@@ -331,7 +330,7 @@ def kernel_inputs(fun, *args):
     return [[x.aval.shape for x in eqn.invars[1:]] for eqn in launches]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", KERNELS)
 def test_more_leaves_than_one_launch_takes_are_shared_out_evenly(way, monkeypatch):
     monkeypatch.setattr(launch, "MAX_LEAVES", 2)
@@ -353,7 +352,7 @@ shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40_000)), min_size
 blocks = st.sampled_from([1024, 2048, 8192])
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(shapes, blocks)
 def test_the_programs_of_a_launch_cover_each_element_once(shapes, block):
     table, programs = launch.segments(shapes, block)
@@ -367,7 +366,7 @@ def test_the_programs_of_a_launch_cover_each_element_once(shapes, block):
     assert ends == {(leaf, row): length for leaf, (n, length) in enumerate(shapes) for row in range(n)}
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(mosaic_gpu.NARROW, 20_000), blocks, st.sampled_from(launch.DTYPES))
 def test_the_pieces_of_a_program_cover_each_element_once_and_none_beyond_the_row(length, block, dtype):
     vectors = mosaic_gpu.vectors([dtype])
@@ -414,8 +413,7 @@ def test_blocks_share_their_arithmetic(way, op):
 random_leaf = st.tuples(st.integers(0, 3000), st.sampled_from(READ), st.floats(0, 1), st.sampled_from([None, *BAD]))
 
 
-@pytest.mark.long
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.lists(random_leaf, min_size=1, max_size=3), st.sampled_from([1.0, 2.0**-16, 2.0**5, 0.3, -1.7]))
 def test_random_trees_in_the_triton_interpreter(leaves, inv_scale):
     tree = [normal(size, dtype, seed) for seed, (size, dtype, _, _) in enumerate(leaves)]
@@ -485,8 +483,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_plain_jax_runs_in_every_transformation(case):
     def by_hand(tree):
@@ -787,7 +784,7 @@ def test_leaves_of_symbolic_shape_are_summed_in_plain_jax():
 
 def test_the_package_stands_alone():
     code = "import sys, pallas_kernels; sys.exit(any(name.startswith(('jmp_amp', 'optax')) for name in sys.modules))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_backend_that_jax_has_removed_is_named(monkeypatch):

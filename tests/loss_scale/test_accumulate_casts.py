@@ -64,7 +64,7 @@ def casts_of_weights(fun, *args):
     return [a.shape for a, b in pairs if (a.dtype, b.dtype) == (jnp.float32, jnp.float16) and ROWS not in a.shape]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", NETS)
 def test_the_loop_casts_no_weight_and_its_gradients_are_those_of_a_loop_that_does(name, monkeypatch):
     def evaluate():

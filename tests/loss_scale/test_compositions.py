@@ -72,7 +72,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_mark_anywhere_inside_is_the_optimizer_without_it(name, skip):
@@ -271,7 +271,7 @@ def of_loss(value, grads):
     return {"value": value, "grad": grads, "value_fn": loss_fn}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
     "inner",
@@ -318,7 +318,7 @@ def test_lookahead(skip):
     assert_close(end(tx, 2.0**16), end(inner, 1.0))
 
 
-@pytest.mark.long
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("skip", SKIPS)
 def test_gradients_of_single_examples(skip):
     private = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=jax.random.key(0))

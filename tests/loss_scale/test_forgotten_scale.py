@@ -234,7 +234,7 @@ def split_step(grad, split, before, after, at_state, at_both, skip="cond"):
 @pytest.mark.parametrize("examples", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_right_step_passes_however_it_is_split_and_ordered(split, examples):
-    @settings(max_examples=examples, derandomize=True, deadline=None)
+    @settings(max_examples=examples)
     @given(name=st.sampled_from([*SCALED]), ops=st.tuples(*[st.sampled_from([*IDENTITIES])] * 4))
     def passes(name, ops):
         split_step(SCALED[name], split, *ops)
@@ -254,7 +254,7 @@ def test_a_number_is_the_scale_where_it_was_written_to_the_state():
 
 @pytest.mark.parametrize("split", OPEN_SPLITS)
 @given(name=st.sampled_from([*UNSCALED]), ops=st.tuples(*[st.sampled_from([*IDENTITIES])] * 3))
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=8)
 def test_a_forgotten_scale_is_found_however_the_step_is_split(split, name, ops):
     with pytest.raises(ValueError, match="does not depend on the loss scale"):
         split_step(UNSCALED[name], split, *ops, "nothing")

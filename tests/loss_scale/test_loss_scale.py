@@ -411,9 +411,8 @@ HAVE_HYSTERESIS = ("apex_cuda", "deepspeed", "deepspeed_consecutive", "megatron"
 MAX_STEPS = 48
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("system", MODELS)
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=25)
 @given(
     # Runs of equal steps, because hysteresis and intervals only show in these.
     runs=st.lists(st.tuples(st.booleans(), st.integers(1, 7)), max_size=16),

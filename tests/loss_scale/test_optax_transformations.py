@@ -42,8 +42,7 @@ def test_the_page_lists_what_was_tried_and_nothing_failed():
 # Which leaves were not finite
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 def test_the_leaf_that_overflows_is_flagged_under_every_transformation(name):
@@ -89,9 +88,8 @@ SEARCHED = [(name, "jit") for name in SEARCHES]
 SEARCHED += [(name, border) for name in ("lbfgs", "backtracking") for border in BORDERS if border != "jit"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "border"), SEARCHED)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 def test_a_line_search_gets_unscaled_gradients_behind_every_border(name, border):
     plain, tx = optax.with_extra_args_support(SEARCHES[name]()), amp.dynamic_loss_scale(SEARCHES[name]())
 
@@ -293,7 +291,7 @@ KEEPING = (
 )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", IN_FRONT)
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 def test_what_is_done_by_hand_with_a_state_of_its_own_raises_unless_it_may_commute_with_the_scale(name):
@@ -388,7 +386,7 @@ def test_it_is_found_also_if_the_loss_is_scaled_by_the_inner_state(name):
         amp.debug.check_loss_scaling(step_of(tx, scaling_in))(PARAMS, tx.init(PARAMS), jnp.asarray(False))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_compositions_train_through_overflows(name):
     tx = CORRECT[name](amp.dynamic_loss_scale(optax.sgd(0.01), amp.LossScale(init_scale=64.0)))

@@ -194,7 +194,7 @@ def by_rule(change):
 BY = {"wrapper": with_wrapper, "link": with_link, "rule": by_rule}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_line(name, by):
@@ -203,7 +203,7 @@ def test_a_mistake_is_named_with_its_line(name, by):
         jax.eval_shape(step, *args)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_not_refused(name, by):
@@ -215,10 +215,7 @@ def test_a_right_step_is_not_refused(name, by):
 RIGHT_ALONE = {"added to an argument", "an average with an argument", "a limit of an argument", "the largest alone"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "seeds", [range(24), pytest.param(range(24, 200), marks=pytest.mark.slow)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_generated_compositions_raise_only_if_the_scale_changes_the_updates_or_an_overflow_is_hidden(
     seeds, monkeypatch
 ):
@@ -325,7 +322,7 @@ AROUND = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("form", "around"), [(f, a) for f in FORMS for a in AROUND if (f, a) != ("shards", "shard_map")]
 )

@@ -83,9 +83,9 @@ def own_optimizers():
     return tx, {name: tx.init(params) for name, params in initial_params().items()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rule", [RULE, DISABLED], ids=["scaled", "disabled"])
 @pytest.mark.parametrize("together", [False, True], ids=["own flag", "global flag"])
+@pytest.mark.sweep(4)
 def test_two_losses_and_two_optimizers_share_a_scale_and_one_update(rule, together):
     tx, states = own_optimizers()
 

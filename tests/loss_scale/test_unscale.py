@@ -40,7 +40,6 @@ def steps(tx, sizes):
     return params, state
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2)], ids=["sgd", "adamw"])

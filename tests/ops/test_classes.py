@@ -165,8 +165,7 @@ def test_a_primitive_of_any_class_returns_what_was_traced(name):
             assert (x.shape, x.dtype) == (y.shape, y.dtype), op_class
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - NEW))
 def test_a_primitive_of_any_class_compiles_and_runs(name):
     funs = [amp.autocast(PROGRAMS[name], rules={primitive_named(name): op_class}) for op_class in CLASSES]

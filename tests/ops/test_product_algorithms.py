@@ -21,7 +21,7 @@ def distances(x, w):
     return jnp.sum(x**2, 1)[:, None] + jnp.sum(w**2, 1)[None] - 2 * x @ w.T
 
 
-@pytest.mark.long
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "asked"), [("bfloat16_x3", X3), ("bfloat16_x6", X6), ("tensorfloat32", (lax.Precision.HIGH,) * 2)]
 )

@@ -145,14 +145,13 @@ def test_init_of_large_leaves_compiles_at_once():
     params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     start = time.perf_counter()
     jax.jit(amp.low_precision_state(optax.adagrad(1e-3)).init).lower(params).compile()
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 60
 
 
 # The first step, outliers and zeros
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("exponent", [-40, -20, 0, 20, 40, 60])
 @pytest.mark.parametrize("make", [optax.adam, lambda rate: optax.adam(rate, b2=0.95), optax.rmsprop])
 def test_a_block_that_was_0_takes_gradients_of_any_size(make, exponent):
@@ -394,7 +393,7 @@ WRAPPED |= {f"{name}, inside": make for name, make in WRAPPED.items() if name !=
 WRAPPED["inject_hyperparams, inside"] = lambda tx: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrappers_train_as_they_do_in_float32(name):
     wrap = WRAPPED[name]
@@ -416,7 +415,6 @@ def test_frozen_parameters_are_left_out(frozen):
     assert updates["frozen"] == frozen
 
 
-@pytest.mark.long
 def test_gradients_of_integers_pass_through():
     params = {"w": PARAMS["w"], "n": jnp.arange(3)}
     tx = amp.low_precision_state(optax.masked(ADAM, {"w": True, "n": False}))
@@ -445,8 +443,8 @@ def test_an_optimizer_of_flax_nnx_trains():
 # Many devices
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
 def test_a_sharded_step_is_that_of_one_device_and_sends_nothing(spec, dtype):
     params = {"w": jnp.asarray(RNG.normal(size=(16, 1024)), jnp.float32)}
@@ -476,8 +474,7 @@ SHARDED = [(32, 128), (64, 96), (64, 64), (32, 384), (8, 33, 48), (40, 104), (64
 SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P("model", "data"), P(None, ("data", "model"))]
 
 
-@pytest.mark.long
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(108)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("make", [optax.adam, optax.lion], ids=lambda make: make.__name__)  # two moments, and one
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -762,8 +759,7 @@ def test_every_transformation_follows_float32_for_30_steps_of_extreme_gradients(
 AMPLIFIES = {"contrib.muon": 3, "contrib.scale_by_muon": 3}  # the page says so
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
 def test_a_moment_is_known_to_be_positive_if_no_step_makes_it_negative(name, transformation):
@@ -784,8 +780,7 @@ def test_a_moment_is_known_to_be_positive_if_no_step_makes_it_negative(name, tra
             assert (i in moments.positive) == all((x >= 0).all() for x in values), i
 
 
-@pytest.mark.long
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(36)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 @pytest.mark.parametrize("name", sorted({*optax_transformations.names()} - NOT_MEANT))
 def test_every_transformation_steps_as_in_float32(name, transformation):

@@ -131,7 +131,6 @@ USES = {
 POLICY, RULE_STATE = amp.get_policy("O2"), amp.LossScale().init()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.usefixtures("users_code")
 def test_no_class_of_the_user_gets_other_leaves(name):

@@ -150,7 +150,7 @@ def test_rounded_to_the_nearest_parameters_are_what_float32_makes_of_them(dtype)
     equal(moved, (params.astype(np.float32) - step).astype(dtype))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("size", [1.0, 3e4, 2.0**-20])  # 2^-20 is subnormal in float16
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -176,7 +176,6 @@ def test_stochastic_rounding_leaves_what_the_dtype_holds_and_what_is_not_finite(
         assert not np.isfinite(np.asarray(moved)[~finite]).any()
 
 
-@pytest.mark.long
 def test_random_bits_differ_between_steps_leaves_and_seeds_and_stay_after_a_skip():
     params = {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16), "full": jnp.ones(1000)}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-10), params)
@@ -307,7 +306,7 @@ def apply_to_trained(params, updates):
     return params | moved
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
 @pytest.mark.parametrize("jit", [False, True])
@@ -367,8 +366,7 @@ def stochastic_step(seed=0):
     return tx, step
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", LOW)
 def test_random_bits_are_the_same_however_the_parameters_are_sharded(dtype):
     tx, step = stochastic_step()

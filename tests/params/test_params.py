@@ -139,7 +139,7 @@ def test_what_is_kept_can_be_said():
 OPTIONS = [{}, {"remainder": True}, {"masters": False}, {"masters": False, "rounding": "stochastic"}]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("wrap", [lambda tx: tx, amp.dynamic_loss_scale], ids=["alone", "scaled"])
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
@@ -154,7 +154,6 @@ def test_parameters_of_every_dtype_are_updated_without_promotion(options, jit, w
     assert all(str(x.dtype) == name for name, x in params.items())
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("users_code")
 def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
     rng = np.random.default_rng(0)

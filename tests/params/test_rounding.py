@@ -90,7 +90,7 @@ def test_vmap_and_scan_round_as_a_loop_does(dtype):
     np.testing.assert_array_equal(bits(scanned), bits(expected))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.usefixtures("users_code")
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adam(1e-3)], ids=["sgd", "adam"])

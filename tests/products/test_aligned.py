@@ -90,7 +90,6 @@ def generated(seed):
     return args, PLAIN | {"dimension_numbers": (places("summed"), places("batch"))}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_generated_products_and_their_gradients_are_those_of_plain_products(seeds, aligned):
     padded = 0
@@ -135,8 +134,7 @@ FORMS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("options", [{}, {"weight_grad_dtype": "float32"}], ids=["", "float32 gradients"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_program_is_the_same(form, options, aligned, monkeypatch):

@@ -29,7 +29,7 @@ def low():
     return functools.partial(amp.autocast, dtype="float8", rules={"*": "float8"})
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("exponent", [-20, -3, 1, 20])
 def test_gradients_do_not_depend_on_the_loss_scale(exponent, low):
     grads = jax.jit(lambda scale: jax.grad(lambda p: scale * low(loss_fn)(p, X))(PARAMS))
@@ -37,7 +37,7 @@ def test_gradients_do_not_depend_on_the_loss_scale(exponent, low):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a * 2.0**exponent, b), one, scaled)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("where", ["x", "w", "cotangent"])
 def test_a_step_that_is_not_finite_is_skipped(where, bad, low):
@@ -77,8 +77,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_inside_and_outside(name, low):
     fun, params, x = TRANSFORMED[name]
@@ -86,7 +85,7 @@ def test_transformations_inside_and_outside(name, low):
     assert_agrees(low(fun), fun, (params, x), 0.1, 0.2)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_derivatives_of_every_order(derivative, low):
     def fun(v):

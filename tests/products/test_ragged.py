@@ -67,8 +67,7 @@ def exact(x, w):
     return np.concatenate([*rows, np.zeros((len(x) - sum(map(len, rows)), w.shape[2]))])
 
 
-@pytest.mark.long
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("contracting", [(1, 1), (1, 2), (0, 1), (0, 2)])
 @pytest.mark.parametrize("scales", [(1, 1), (2.0**100, 2.0**-100), (2.0**40, 1)])
 def test_a_product_and_its_gradients_are_those_of_the_quantized_operands(contracting, scales):
@@ -143,7 +142,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_transformations_inside_and_outside(name):
     fun, params = PROGRAMS[name]
@@ -159,7 +158,6 @@ def test_a_batch_of_ragged_products_runs_in_the_base_dtype():
     assert not used(jax.vmap(dot), *args)
 
 
-@pytest.mark.long
 def test_experts_that_are_sharded_compute_the_same():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     grads = jax.jit(jax.grad(float8(loss_fn)))

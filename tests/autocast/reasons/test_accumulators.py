@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("users_code")
 LOW, FULL = "float16 float16 -> float16", "float32 float32 -> float32"
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(27)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_as_accurate_as_products_rounded_by_hand(name, low):

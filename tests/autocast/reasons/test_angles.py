@@ -109,7 +109,7 @@ def rotated_in_float64(x, w):
     return np.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("way", WAYS)
 def test_queries_are_rotated_as_in_float64_up_to_position_131072(way, low):

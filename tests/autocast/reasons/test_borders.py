@@ -219,7 +219,7 @@ def assert_same(got, want, rtol):
         np.testing.assert_allclose(x, y, rtol)
 
 
-@pytest.mark.sweep(73)
+@pytest.mark.sweep(219)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("border", BORDERS)

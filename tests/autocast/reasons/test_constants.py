@@ -49,6 +49,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_large_constant_in_an_op_is_finite_and_close(name):
     scale = 1 if "offset" in name or "mask" in name else 1e-6

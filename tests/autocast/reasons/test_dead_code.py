@@ -89,7 +89,7 @@ def plan(fun, args):
     return [f"{eqn.primitive.name}: {row(eqn)}" for eqn in found if eqn.primitive.name != "convert_element_type"]
 
 
-@pytest.mark.sweep(30)
+@pytest.mark.sweep(90)
 @pytest.mark.parametrize("name", CASES)
 def test_code_that_nothing_reads_changes_no_decision(name):
     fun, args = CASES[name]()

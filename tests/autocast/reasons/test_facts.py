@@ -116,7 +116,7 @@ def convolved(u):
     return lax.scan(step, u, length=100)[0]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_that_of_float32(name):
     fun, arg = PROGRAMS[name]

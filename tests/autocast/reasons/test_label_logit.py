@@ -54,7 +54,7 @@ def loss(pick):
     return fun
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", [*PICKS, *OTHERS])
 @pytest.mark.usefixtures("users_code")
 def test_a_gather_and_its_gradient_are_those_of_float32(name):
@@ -71,6 +71,7 @@ def test_only_the_gather_of_one_element_a_row_has_a_gradient_that_is_not_scatter
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 4), (4, 1), (1, 1), (2, 1, 2), ()], ids=str)
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("users_code")
 def test_axes_of_size_one_are_rows_too(rows):
     n = np.prod(rows, dtype=int)

@@ -70,7 +70,7 @@ def _with_rule(fun):
     return call
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_what_is_left_of_a_large_offset_is_as_good_as_its_product(maker, low):
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_large_offset_is_as_good_as_its_product(maker, low):
     assert {name for name in READERS if far[name] > 2 * error(by_hand[name], want[name]) + EPSILON[low]} == set(), far
 
 
-@pytest.mark.long
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("low", EPSILON)
 def test_gradients_of_what_reads_a_large_offset_are_those_by_hand(low):
     def loss(dot, w, reader):

@@ -85,8 +85,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_as_accurate_as_products_rounded_by_hand(name, low):

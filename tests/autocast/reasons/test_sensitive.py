@@ -142,7 +142,7 @@ def by_hand(low):
     return lambda x, y: jnp.matmul(x.astype(low), y.astype(low)).astype(jnp.float32)
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(21)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", [*DISTANCES, *DECOMPOSITIONS])
 def test_the_result_and_its_gradient_are_those_of_float32(name, low):

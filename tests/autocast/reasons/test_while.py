@@ -23,12 +23,11 @@ ROOT = pathlib.Path(__file__).parents[3]
 X, W = jnp.ones((8, 8)) / 4, jnp.eye(8) / 2
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loops_that_settle_to_1e_5_end_where_they_do_without_autocast(low):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, while_worker.__file__, low]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=400).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
     assert json.loads(output.splitlines()[-1]) == {name: [] for name in LOOPS}
 
 

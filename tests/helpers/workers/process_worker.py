@@ -58,9 +58,9 @@ if __name__ == "__main__":
         f"127.0.0.1:{port}",
         num_processes=2,
         process_id=int(process),
-        initialization_timeout=40,
+        initialization_timeout=300,
         heartbeat_timeout_seconds=10 if endless else 100,
-        shutdown_timeout_seconds=10 if endless else 60,
+        shutdown_timeout_seconds=10 if endless else 300,
     )
     assert (jax.process_count(), len(jax.local_devices()), len(jax.devices())) == (2, DEVICES, 2 * DEVICES)
     with (pathlib.Path(folder) / f"{process}.out").open("w") as out:

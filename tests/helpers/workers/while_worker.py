@@ -16,7 +16,7 @@ from jax import lax
 
 import jmp_amp as amp
 
-SEEDS, SECONDS, WIDTH = 20, 30, 8
+SEEDS, SECONDS, WIDTH = 20, 300, 8
 
 
 def fixed_point(w, b):
