@@ -100,7 +100,7 @@ def check(fun, *args, calls=1, same=assert_same, **expected):
     return kernel.options
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("variant", forms.variants(37), ids=forms.name_of)
 def test_attention_is_found_however_it_is_written(variant):
     check_variant(variant, assert_same_value)
@@ -282,7 +282,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_attention_is_found_wherever_it_stands(name):
     fun, calls = PROGRAMS[name]
@@ -542,7 +542,7 @@ ON_A_CPU = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.filterwarnings("ignore:`gpu_kernel` refuses the derivative")
 @pytest.mark.parametrize("wrap", ON_A_CPU.values(), ids=ON_A_CPU)
 @pytest.mark.parametrize("kernel", ["xla", gpu_kernel])

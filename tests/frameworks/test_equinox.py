@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from agreement import FULL_UNARY, LOW, assert_close, check, check_rows
+from agreement import FULL_UNARY, LOW, assert_close, check, check_rows, loss_fn
 from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
@@ -111,11 +111,6 @@ MODELS = {
     "checkpointed loop": lambda: (Repeated(linear(1), "checkpointed"), X, {}),
     "bounded loop": lambda: (Repeated(linear(1), "bounded"), X, {"tanh": "float16 -> float16"}),
 }
-
-
-def loss_fn(model, x):
-    out = model(x)
-    return jnp.mean(out**2), out
 
 
 @pytest.mark.sweep(4)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import FULL_UNARY, LOW, assert_close, check_rows
+from agreement import FULL_UNARY, LOW, assert_close, check_rows, loss_fn
 from checkpoints import keeps_the_users_plan
 from jaxprs import dtypes
 
@@ -45,11 +45,6 @@ class Small(nnx.Module):
 
     def __call__(self, x):
         return self.outer(nnx.relu(self.dropout(self.batch_norm(self.inner(x)))))
-
-
-def loss_fn(model, x):
-    out = model(x)
-    return jnp.mean(out**2), out
 
 
 def state_of(model):

@@ -19,6 +19,11 @@ SENSITIVE = {"exp", "exp2", "expm1", "log", "log1p", "rsqrt", "pow", "cumsum", "
 TOLERANCE = {"float16": 2e-2, "bfloat16": 6e-2}
 
 
+def loss_fn(model, x):
+    out = model(x)
+    return jnp.mean(out**2), out
+
+
 def check(fun, *args, dtype="float16", transform=jax.value_and_grad, **options):
     """Runs `fun`, which returns a loss and what else it computes, and its gradient, with and without autocast.
 

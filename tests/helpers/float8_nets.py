@@ -5,14 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 from rounding import error
 
+import jmp_amp as amp
 from jmp_amp._jaxpr import equations_in, runs_of
 from jmp_amp._products._float8 import FLOAT8_SCALE
 
+EVERYWHERE = {"*": "float8"}  # products of every size
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
 def normal(*shape, seed=0, scale=1.0):
     return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def float8(fun, **options):
+    return amp.autocast(fun, "float8", rules=EVERYWHERE, **options)
 
 
 def loss_fn(params, x):

@@ -64,6 +64,11 @@ def dtypes(fun, *args, primitive):
     return [row(eqn) for eqn in equations(fun, *args) if eqn.primitive.name == primitive]
 
 
+def products(fun, *args):
+    """Returns the `dtypes` of matrix products, each once."""
+    return set(dtypes(fun, *args, primitive="dot_general"))
+
+
 def row(eqn):
     """Returns `"operand dtypes -> result dtypes"` of an equation."""
     return f"{_names(eqn.invars)} -> {_names(eqn.outvars)}"

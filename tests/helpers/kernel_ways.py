@@ -1,10 +1,11 @@
-"""How the ops of `pallas_kernels` run in tests: interpreted, or compiled on a GPU."""
+"""How kernels run in tests: interpreted, or compiled on a GPU."""
 
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 
 class Way(NamedTuple):
@@ -48,3 +49,11 @@ def _bits(x):
     x = np.asarray(x)
     is_nan = x != x
     return (np.where(is_nan, np.asarray(np.nan).astype(x.dtype), x) if is_nan.any() else x).tobytes()
+
+
+def doubled_by_kernel(x):
+    return pl.pallas_call(
+        lambda x_ref, y_ref: y_ref.__setitem__(..., 2 * x_ref[...]),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=True,
+    )(x)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from custom_derivatives import by_custom_jvp, by_custom_vjp
 from jax import lax
-from jax.experimental import pallas as pl
+from kernel_ways import doubled_by_kernel
 
 import jmp_amp as amp
 from jmp_amp._autocast._plan import Plan, Step
@@ -208,19 +209,10 @@ TRACED = {
     "while": lambda fun: lambda x: lax.while_loop(goes_on, lambda carry: (fun(carry[0]), carry[1] + 1), (x, 0))[0],
     "cond": lambda fun: lambda x: lax.cond(x[0, 0] > 0, fun, shifted, x),
     "vmap": lambda fun: lambda x: jax.vmap(fun)(x[None])[0],
-    "custom_jvp": lambda fun: with_rules(jax.custom_jvp, fun),
-    "custom_vjp": lambda fun: with_rules(jax.custom_vjp, fun),
+    "custom_jvp": by_custom_jvp,
+    "custom_vjp": by_custom_vjp,
     "autocast": lambda fun: amp.autocast(fun, "bfloat16"),
 }
-
-
-def with_rules(custom, fun):
-    call = custom(fun)
-    if custom is jax.custom_jvp:
-        call.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
-    else:
-        call.defvjp(lambda x: jax.vjp(fun, x), lambda pull, cotangent: pull(cotangent))
-    return call
 
 
 @pytest.mark.parametrize("way", ["value", "gradient"])
@@ -247,17 +239,9 @@ def test_another_thread_may_trace_while_a_function_is_traced(name, way):
     assert all(waited)
 
 
-def kernel(x):
-    return pl.pallas_call(
-        lambda x_ref, y_ref: y_ref.__setitem__(..., 2 * x_ref[...]),
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-        interpret=True,
-    )(x)
-
-
 # Each call has functions of its own, as those that a program defines where it uses them have.
 FRESH = {
-    "pallas_call": lambda: lambda x: kernel(x),
+    "pallas_call": lambda: lambda x: doubled_by_kernel(x),
     "custom_linear_solve": lambda: (
         lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2, symmetric=True)
     ),
@@ -269,8 +253,8 @@ FRESH = {
     "scan": lambda: lambda x: lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=2)[0],
     "while": lambda: lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] @ c[0], c[1] + 1), (x, 0))[0],
     "cond": lambda: lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x),
-    "custom_jvp": lambda: with_rules(jax.custom_jvp, lambda x: x @ x),
-    "custom_vjp": lambda: with_rules(jax.custom_vjp, lambda x: x @ x),
+    "custom_jvp": lambda: by_custom_jvp(lambda x: x @ x),
+    "custom_vjp": lambda: by_custom_vjp(lambda x: x @ x),
     "jit": lambda: jax.jit(lambda x: x @ x),
     "checkpoint": lambda: jax.checkpoint(lambda x: x @ x),
 }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jaxprs import dtypes
+from jaxprs import products
 
 import jmp_amp as amp
 from jmp_amp._formats import FORMATS, Format
@@ -24,10 +24,6 @@ def toy(monkeypatch):
 def loss_fn(params, x):
     with jax.named_scope("layer"):
         return jnp.mean(x @ params["w"])
-
-
-def products(fun, *args):
-    return set(dtypes(fun, *args, primitive="dot_general"))
 
 
 def test_autocast_computes_in_it():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from normed_net import batch, initial_params, loss_fn, train_step
 
 import jmp_amp as amp
 
@@ -156,37 +157,16 @@ def test_parameters_of_every_dtype_are_updated_without_promotion(options, jit, w
 
 @pytest.mark.usefixtures("users_code")
 def test_a_model_with_low_precision_parameters_trains_like_one_in_float32():
-    rng = np.random.default_rng(0)
-    params = {
-        "in": rng.normal(size=(4, 16)).astype(np.float32) / 2,
-        "norm": np.ones(16, np.float32),
-        "out": rng.normal(size=(16, 1)).astype(np.float32) / 4,
-    }
-    x = rng.normal(size=(64, 4)).astype(np.float32)
-    y = np.sin(x.sum(1, keepdims=True))
-
-    def loss_fn(params, x, y):
-        h = jnp.tanh(x @ params["in"])
-        h = (h - h.mean(-1, keepdims=True)) / h.std(-1, keepdims=True) * params["norm"]
-        return jnp.mean((h @ params["out"] - y) ** 2)
-
     def train(loss_fn, params, tx):
-        state = tx.init(params)
-
-        @jax.jit
-        def step(params, state):
-            loss, grads = amp.value_and_grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x, y)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
+        state, step = tx.init(params), jax.jit(train_step(loss_fn, tx))
         for _ in range(50):
-            params, state, loss = step(params, state)
+            params, state, loss = step(params, state, *batch())
         return params, loss
 
-    adam = optax.adam(1e-2)
+    params, adam = initial_params(), optax.adam(1e-2)
     _, expected = train(loss_fn, params, amp.dynamic_loss_scale(adam, amp.LossScale.none()))
     low = amp.cast_params(params, "O2")
     trained, loss = train(amp.autocast(loss_fn), low, amp.dynamic_loss_scale(amp.low_precision_params(adam)))
     np.testing.assert_allclose(loss, expected, rtol=5e-2)
-    assert loss < loss_fn(params, x, y) / 2
+    assert loss < loss_fn(params, *batch()) / 2
     assert dtypes(trained) == {"in": "float16", "norm": "float32", "out": "float16"}

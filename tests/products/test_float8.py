@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_nets import E4M3, E5M2, loss_fn, normal, scales_computed
+from float8_nets import E4M3, E5M2, EVERYWHERE, float8, loss_fn, normal, scales_computed
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import dtypes, equations
@@ -21,15 +21,10 @@ from jmp_amp._formats import FORMATS
 from jmp_amp._products import EMULATE, FLOAT8_DOT, float8_dot, quantize
 
 pytestmark = pytest.mark.usefixtures("users_code", "emulated")
-EVERYWHERE = {"*": "float8"}  # products of every size
 
 
 PARAMS = {"w": normal(64, 48, seed=1, scale=0.1), "v": normal(48, 32, seed=2, scale=0.1)}
 X = normal(32, 64)
-
-
-def float8(fun, **options):
-    return amp.autocast(fun, "float8", rules=EVERYWHERE, **options)
 
 
 def used(fun, *args):

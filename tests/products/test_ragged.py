@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float8_nets import E4M3, E5M2, assert_agrees, normal
+from float8_nets import E4M3, E5M2, EVERYWHERE, assert_agrees, float8, normal
 from jax import lax
 from jaxprs import equations
 from rounding import error
@@ -13,7 +13,6 @@ import jmp_amp as amp
 from jmp_amp._products import EMULATE, FLOAT8_RAGGED_DOT, float8_ragged_dot, quantize
 
 pytestmark = pytest.mark.usefixtures("users_code", "emulated")
-EVERYWHERE = {"*": "float8"}  # products of every size
 SIZES = jnp.array([20, 0, 30], jnp.int32)  # of 64 rows: the last 14 belong to no group
 
 
@@ -24,10 +23,6 @@ def loss_fn(params, x, sizes=SIZES):
 
 PARAMS = {"up": normal(3, 32, 48, seed=1, scale=0.2), "down": normal(3, 48, 32, seed=2, scale=0.2)}
 X = normal(64, 32)
-
-
-def float8(fun, **options):
-    return amp.autocast(fun, "float8", rules=EVERYWHERE, **options)
 
 
 def used(fun, *args):

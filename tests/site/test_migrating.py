@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxprs import dtypes, read_low
+from jaxprs import dtypes, products, read_low
 
 import jmp_amp as amp
 import jmp_amp.compat.jmp as jmp
@@ -36,11 +36,6 @@ def row(table, *cells):
         return test
 
     return register
-
-
-def products(fun, *args):
-    """The dtypes of the matrix products of a program."""
-    return set(dtypes(fun, *args, primitive="dot_general"))
 
 
 def overflow(tx, state, params=PARAMS):

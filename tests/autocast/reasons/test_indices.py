@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from custom_derivatives import by_custom_jvp, by_custom_vjp
 from jax import lax
 from jaxprs import dtypes
 from rounding import EPSILON
@@ -103,18 +104,6 @@ def by_while_loop(fun):
     return lambda x: lax.while_loop(
         lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, fun(x)), (0, zeros(fun, x))
     )[1]
-
-
-def by_custom_jvp(fun):
-    call = jax.custom_jvp(fun)
-    call.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
-    return call
-
-
-def by_custom_vjp(fun):
-    call = jax.custom_vjp(fun)
-    call.defvjp(lambda x: jax.vjp(fun, x), lambda pull, g: pull(g))
-    return call
 
 
 WAYS = {
