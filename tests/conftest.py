@@ -14,6 +14,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
+    # On a busy machine, devices may wait for each other for longer than the 40 s after which XLA ends the process.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # no key of a program that is not kept

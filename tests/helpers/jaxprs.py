@@ -1,6 +1,7 @@
 """Reads traced programs: every equation, those inside other equations included."""
 
 import cProfile
+import gc
 import pstats
 
 import jax
@@ -55,7 +56,11 @@ def _equations(jaxpr, outer):
 def number_of_calls(fun):
     """Returns how many functions are called while `fun` runs: its time, which load does not change."""
     profile = cProfile.Profile()
-    profile.runcall(fun)
+    gc.disable()  # it would call what frees the garbage of other tests
+    try:
+        profile.runcall(fun)
+    finally:
+        gc.enable()
     return pstats.Stats(profile).total_calls
 
 
