@@ -261,6 +261,7 @@ def test_loops_in_loops_take_little_more_than_their_tracing(fun):
     assert calls(amp.autocast) < 5 * calls(lambda fun: fun)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("widths", "ratio"), [([8] * 13, 0.9), (range(8, 21), 1.1)], ids=["equal layers", "different layers"]
 )

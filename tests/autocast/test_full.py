@@ -223,6 +223,7 @@ class TestMixedProduct:
 class TestBiasGradient:
     """Summed in float16, 70,000 ones would be inf; the bias itself is cast first, not kept in front of a loop."""
 
+    @pytest.mark.sweep(4)
     @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
     @pytest.mark.parametrize("op", [jnp.add, jnp.subtract, jnp.maximum, jnp.multiply])
     def test_is_summed_in_float32(self, op, shape):

@@ -28,7 +28,7 @@ def is_no_larger(auto, hand, slack):
     return larger - smaller <= 3 * np.sqrt(larger + smaller)
 
 
-@pytest.mark.sweep(54)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "options"),
     [*((cases, {}) for cases in GROUPS.values()), *((MODELS[name], LOW_STREAM) for name in STREAMS)],

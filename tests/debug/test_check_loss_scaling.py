@@ -346,6 +346,7 @@ def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
         check(last)(PARAMS, tx.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_a_scale_that_the_step_makes_is_followed():
     tx = amp.dynamic_loss_scale(optax.sgd(0.1))
 

@@ -372,6 +372,7 @@ def taken(y, limit):
     return lax.cond(jnp.mean(3 * y) > limit, lambda y: jax.nn.relu(y + 2) ** 2, lambda y: 3 * y, y)
 
 
+@pytest.mark.slow
 def test_what_only_one_run_does_has_no_flips_and_the_decision_to_do_it_has_the_whole_error():
     def loss_fn(w, limit):
         return jnp.mean(taken(jnp.tanh(X @ (64 + w) - X @ jnp.full((8, 8), 64.0)), limit))
@@ -396,6 +397,7 @@ def test_without_kinks_there_are_no_decisions_to_record():
     assert not any(row.decides for row in program.rows)
 
 
+@pytest.mark.slow
 def test_ops_of_integers_stay_as_traced():
     def loss_fn(w, x, counts, bits):
         n = len(x)
@@ -419,6 +421,7 @@ def test_ops_of_integers_stay_as_traced():
     assert distance(low.grads, exact.grads) == pytest.approx(distance(native, exact.grads), rel=0.25)
 
 
+@pytest.mark.slow
 def test_float8_products_round_with_their_scales():
     loss_fn = amp.precision("float8")(layers)
     args = {name: jnp.kron(w, jnp.eye(4)) for name, w in W.items()}, jnp.kron(X, jnp.ones((1, 4)))

@@ -55,6 +55,7 @@ def test_the_planted_module_is_the_one_rule(args, planted):
     assert planted in str(report)
 
 
+@pytest.mark.slow
 def test_two_modules_that_differ_by_a_number_make_one_pattern(args):
     loss_fn = network("layer_0", "layer_1", "layer_2")
     rules, report = amp.debug.suggest_rules(loss_fn)(*args, tol=1e-3)
@@ -174,6 +175,7 @@ def test_one_line_may_be_the_whole_program():
     assert gradient_error(loss_fn, rules, args) <= 1e-2
 
 
+@pytest.mark.slow
 def test_of_kinks_the_gain_of_a_rule_is_measured():
     def loss_fn(params, x):
         for name, w in params.items():
@@ -256,6 +258,7 @@ def test_modules_of_flax_are_found():
     assert gradient_error(loss_fn, rules, (params, x)) <= 1e-2
 
 
+@pytest.mark.slow
 def test_what_is_no_floating_array_is_passed_through(args):
     def loss_fn(model, x):
         return network("layer_1")(model["params"], model["act"](x))

@@ -39,7 +39,7 @@ def grads():
     return np.random.default_rng(0).normal(size=(DEVICES, 512)).astype(np.float32)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("predivide", [1, DEVICES**0.5, DEVICES])
 def test_the_float16_mean_is_the_float32_mean_within_a_few_roundings(grads, predivide):
     expected = mean(grads)

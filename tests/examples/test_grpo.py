@@ -29,6 +29,7 @@ def prompts(size=4):
     return next(grpo.draw_prompts(0, size=size))
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_its_columns_and_its_picture(tmp_path, capsys):
     grpo.main(["--precision", "float32", "float16", "--steps", "3", "--warmup", "3", "--out", str(tmp_path)])
     with (tmp_path / "metrics.csv").open() as file:
@@ -50,6 +51,7 @@ def mismatch(precision):
     return np.asarray(rollout["tokens"]), np.abs(rollout["reference"] - rollout["log_probs"])
 
 
+@pytest.mark.slow
 def test_sampler_and_learner_agree_better_in_float16_than_in_bfloat16():
     tokens, found = zip(*map(mismatch, ("float32", "float16", "bfloat16")), strict=True)
     assert (tokens[0] == tokens[1]).all()
@@ -66,6 +68,7 @@ def test_a_completion_is_rewarded_if_all_its_digits_are_in_order():
     assert grpo.reward(given, right.at[1, 2].add(1)).tolist() == [1, 0, 1]
 
 
+@pytest.mark.slow
 def test_the_first_step_on_a_rollout_follows_the_policy_gradient():
     model = grpo.Decoder(nnx.Rngs(0))
     rollout = grpo.roll_out(model, model, prompts(), jax.random.key(0), "float32")
@@ -82,6 +85,7 @@ def test_the_first_step_on_a_rollout_follows_the_policy_gradient():
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_overflow_skips_the_step_and_halves_the_scale_in_the_optimizer():
     model = grpo.Decoder(nnx.Rngs(0))
     optimizer = grpo.make_optimizer(model, "float16", 1e-3)

@@ -28,7 +28,9 @@ def run(name, library, *argv):
     return importlib.import_module(name).main(argv)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if library else ()) for name, (library, _) in EXAMPLES.items()]
+)
 def test_float16_scores_as_float32_does(name, tmp_path, capsys, monkeypatch):
     library, tolerances = EXAMPLES[name]
     for constant, value in SMALLER.get(name, {}).items():
@@ -41,6 +43,7 @@ def test_float16_scores_as_float32_does(name, tmp_path, capsys, monkeypatch):
     assert "skips" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_bayesian_model_with_its_region_in_float32_is_the_one_in_float32(tmp_path):
     scores = run("bayes_numpyro", "numpyro", "--samples", "20", "--out", str(tmp_path))
     assert scores["float16, region"] == scores["float32"] != scores["float16"]

@@ -57,6 +57,7 @@ def plain_jax():
     return lambda params, x: jax.nn.gelu(x @ params["w"] / 8) @ params["v"] / 7, params
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("make", [flax_linen, flax_nnx, equinox, haiku, keras, plain_jax])
 def test_trains_in_float8(make, monkeypatch):
     monkeypatch.setenv("JMP_AMP_EMULATE_FLOAT8", "1")

@@ -57,6 +57,7 @@ def accumulated_by_hand(fun, *args, x):
 
 
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fun", [loss_fn, loss_with_rngs])
 def test_micro_batches_change_modules_as_a_loop_does(fun, jit):
     def inputs():

@@ -138,6 +138,7 @@ def test_full_sizes_on_a_gpu(way, dtype):
     assert_right(way, [normal(size, dtype) for size in (777, 555)] * 55, 2.0**-20)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("out_dtype", READ)
 @pytest.mark.parametrize("way", WAYS)
 def test_results_are_rounded_to_nearest_even(way, out_dtype):
@@ -271,6 +272,7 @@ def test_what_overflows_is_not_finite_and_what_only_its_square_does_is(way):
 # How the work is cut
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_calls_give_the_same_bits(way):
     tree = {name: normal(size, dtype) for name, (size, dtype, _) in places(launch.BLOCK).items()}

@@ -26,6 +26,7 @@ def allclose(tree, expected, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), tree, expected)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("steps", [1, 2, 8, 32])
 def test_the_mean_over_micro_batches_is_that_over_the_batch(steps):
     expected = jax.value_and_grad(loss_fn)(PARAMS, BATCH)

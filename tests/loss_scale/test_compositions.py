@@ -271,7 +271,7 @@ def of_loss(value, grads):
     return {"value": value, "grad": grads, "value_fn": loss_fn}
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
     "inner",

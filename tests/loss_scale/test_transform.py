@@ -266,7 +266,7 @@ def test_after_skips_the_run_equals_one_that_never_saw_the_bad_steps(inner, skip
     assert_same_bits((params, state.inner_state), (clean_params, clean_state.inner_state))
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize(
     ("inner", "place"), [*[(inner, "in front") for inner in INNERS], ("clip", "inside"), ("adam", "inside")]
 )

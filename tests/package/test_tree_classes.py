@@ -131,6 +131,7 @@ USES = {
 POLICY, RULE_STATE = amp.get_policy("O2"), amp.LossScale().init()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.usefixtures("users_code")
 def test_no_class_of_the_user_gets_other_leaves(name):
