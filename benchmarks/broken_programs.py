@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python benchmarks/broken_programs.py [--out docs/benchmarks/broken_programs.md] [--only NAME,NAME]
 
-The programs are those of `tests/broken_models.py` and `tests/broken_kinds.py`; `tests/judge.py` judges. It takes about
-four minutes.
+The programs are those of `broken_models.py` and `broken_kinds.py` in `tests/helpers/programs`; `tests/helpers/judge.py`
+judges. It takes about four minutes.
 """
 
 import collections
@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(pathlib.Path(__file__).parents[1] / "tests/helpers" / folder) for folder in ("", "programs"))
 
 import broken_kinds
 import jax

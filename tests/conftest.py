@@ -1,11 +1,12 @@
 """Strict settings for every test: no silent dtype or rank promotion, eight simulated CPU devices."""
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
+import pathlib
 import threading
-import zlib
 from importlib.metadata import version
 
 # Tests compile for longer than they run.
@@ -13,6 +14,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
+    # On a busy machine, devices may wait for each other for longer than the 40 s after which XLA ends the process.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")  # no key of a program that is not kept
@@ -25,7 +28,16 @@ from jax._src import compiler
 
 from jmp_amp.debug import _emulation
 
+pytest.register_assert_rewrite(*(path.stem for path in (pathlib.Path(__file__).parent / "helpers").rglob("*.py")))
+
 _emulation._COMPILER_OPTIONS["xla_backend_optimization_level"] = 0  # nor do emulated gradients run for long
+
+with contextlib.suppress(ImportError):  # with some libraries, only a test runs that does without
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine fails no test, and the same commit runs the same examples.
+    settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -77,53 +89,14 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)  # nor every few functions that are traced
 
 
-def pytest_addoption(parser):
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run about one test in N")
-    parser.addoption("--turn", type=int, default=0, metavar="I", help="which of the N parts; any number")
-    parser.addoption(
-        "--cases",
-        choices=("third", "another", "all"),
-        help="of the cases of a test: a third, another third, or all; long tests run with all, or if `-m` names them. "
-        "A third if no file and no keyword is given, so that `pytest` ends in minutes. CI runs one on each of two "
-        "Pythons, and its sweeps all",
-    )
-
-
-def cases_of(config):
-    chosen = config.getoption("cases")
-    is_whole_suite = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("keyword")
-    return chosen or ("third" if is_whole_suite else "all")
-
-
-def pytest_report_header(config):
-    names = {"third": "a third; all, and long tests, with `pytest --cases all`", "another": "another third"}
-    return f"cases of each test: {names.get(cases_of(config), 'all')}"
-
-
-def part_of(item):
-    """What is not divided by `--every`: a test, or the tests of a file that compile for GPUs, which share programs."""
-    return item.path.name if item.get_closest_marker("aot") else item.nodeid
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(config, items):
-    every, turn = config.getoption("every"), config.getoption("turn")
-    items[:] = [item for item in items if (zlib.crc32(part_of(item).encode()) - turn) % every == 0]
-    tests, left_out = collections.defaultdict(list), set()
-    first = {"third": 0, "another": 1, "all": None}[cases_of(config)]
+def pytest_collection_modifyitems(items):
+    counts = collections.Counter()
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        for i, item in enumerate(cases):
-            if (sweep := item.get_closest_marker("sweep")) and i % sweep.args[0]:
-                item.add_marker("slow")
-        quick = [item for item in cases if not any(map(item.get_closest_marker, ("slow", "aot", "gpu")))]
-        if first is not None and len(quick) > 1:
-            left_out |= {*quick} - {*quick[first::3]}
-        if first is not None and cases[0].get_closest_marker("long") and "long" not in config.getoption("markexpr"):
-            left_out |= {*quick}
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+        test = item.nodeid.partition("[")[0]
+        if (sweep := item.get_closest_marker("sweep")) and counts[test] % sweep.args[0]:
+            item.add_marker("slow")
+        counts[test] += 1
     if importlib.util.find_spec("jax_plugins") is not None:
         return
     reason = "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt of the same version as jax"

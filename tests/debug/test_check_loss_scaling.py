@@ -1,0 +1,406 @@
+"""`debug.check_loss_scaling` is silent on right train steps, and names the line of those that scale in two ways."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optax_transformations import case_of, gradients, names, parameters
+
+import jmp_amp as amp
+from jmp_amp import LossScale
+
+pytestmark = [pytest.mark.usefixtures("users_code"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+PARAMS = {"w": jnp.linspace(-1, 1, 32).reshape(4, 8), "u": jnp.linspace(-1, 1, 64).reshape(8, 8), "b": jnp.zeros(8)}
+X = jnp.linspace(-1, 1, 24).reshape(6, 4)
+SKIPS = ["cond", "select"]
+check = amp.debug.check_loss_scaling
+
+
+def network(params, x):
+    def layer(h, _):
+        variance = jnp.var(h, -1, keepdims=True)
+        return jnp.tanh(h @ params["u"] + params["b"]) * lax.rsqrt(variance + 1e-6), jnp.max(h)
+
+    h, _ = lax.scan(jax.checkpoint(layer), x @ params["w"], length=2)
+    scores = jnp.where(jnp.tril(jnp.ones(2 * h.shape[:1], bool)), h @ h.T, -1e9)
+    return jax.nn.logsumexp(jax.nn.softmax(scores) @ h, axis=-1)
+
+
+@amp.autocast
+def loss_fn(params, x):
+    return jnp.mean(network(params, x) ** 2)
+
+
+def train_step(tx, params, state, x, *, scale=None, change=None, loss_fn=loss_fn, **options):
+    loss_scale = amp.get_loss_scale(state) if scale is None else scale
+    if change is None:
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=loss_scale, **options)(params, x)
+    else:  # scaled by hand, so that `update` does not raise at what was done to the gradients
+        loss, grads = jax.value_and_grad(lambda params: loss_scale * loss_fn(params, x))(params)
+        grads = change(grads, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss / loss_scale if change else loss
+
+
+def checked(tx, params=PARAMS, **options):
+    check(functools.partial(train_step, tx, **options))(params, tx.init(params), X)
+
+
+WRAPPERS = {
+    "plain": {},
+    "select": {"skip": "select"},
+    "clipping": {"clip_global_norm": 1.0},
+    "leaves": {"nonfinite_leaves": True},
+    "static": {"loss_scale": LossScale.static(2.0**10)},
+    "deepspeed": {"loss_scale": LossScale.deepspeed_consecutive()},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_right_step_passes(name):
+    inner = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    checked(amp.dynamic_loss_scale(inner, **WRAPPERS[name]))
+
+
+def test_right_steps_of_other_forms_pass():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    checked(tx, accumulate_steps=2)
+    checked(tx, loss_fn=network_loss_in_float16)
+    checked(tx, transform=lambda fun, **kwargs: jax.jit(jax.value_and_grad(fun, **kwargs)))
+    low = amp.cast_params(PARAMS, "O2")
+    checked(amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3))), low)
+    checked(
+        amp.dynamic_loss_scale(amp.low_precision_params(optax.adam(1e-3), masters=False, rounding="stochastic")), low
+    )
+    jitted = jax.jit(functools.partial(train_step, tx))
+    check(jitted)(PARAMS, tx.init(PARAMS), X)
+    check(jitted)(*jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS), X)))
+
+
+NORMS = {
+    "sqrt": lambda g: jnp.sqrt(jnp.sum(g**2)),
+    "a power": lambda g: jnp.sum(g**2) ** 0.5,
+    "powers": lambda g: jnp.power(jnp.sum(jnp.power(jnp.abs(g), 3.0)), 1 / 3),
+}
+CLIPS = {
+    "scaled threshold": lambda g, norm, scale: g * jnp.minimum(1.0, scale / norm),
+    "unscaled norm": lambda g, norm, scale: g * jnp.minimum(1.0, 1.0 / (norm / scale + 1e-6)),
+    "no division by 0": lambda g, norm, scale: g / jnp.where(norm > 0, norm, 1.0) * jnp.minimum(norm, scale),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_clip_by_hand_passes(clip, norm):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state):
+        scale = amp.get_loss_scale(state)
+        grads = amp.grad(loss_fn, loss_scale=scale)(params, X)
+        updates, state = tx.update(jax.tree.map(lambda g: CLIPS[clip](g, NORMS[norm](g), scale), grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    check(step)(PARAMS, tx.init(PARAMS))
+
+
+def test_a_factor_from_the_norm_of_scaled_gradients_is_named_once():
+    def clip(grads, params):
+        return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g)), grads)
+
+    with pytest.raises(ValueError, match=UNSCALED + r".* the norm of gradients that are still scaled") as raised:
+        checked(amp.dynamic_loss_scale(optax.adam(1e-3)), change=clip)
+    assert all("test_check_loss_scaling.py" in line for line in str(raised.value).splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        jnp.nan_to_num,
+        lambda g: jnp.where(jnp.isfinite(g), g, 0),
+        lambda g: jnp.where(jnp.isnan(g) | jnp.isinf(g), 0, g),
+    ],
+)
+def test_values_that_replace_overflows_before_the_check_are_named(replace):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+    with pytest.warns(
+        UserWarning, match=r"^at .*test_check_loss_scaling.py.*, `step` replaces non-finite values"
+    ) as found:
+        checked(tx, change=lambda grads, params: jax.tree.map(replace, grads))
+    assert len(found) == 1  # of three leaves, one line
+
+    checked(amp.dynamic_loss_scale(optax.chain(amp.unscale_and_check(), optax.stateless(lambda g, _: replace_all(g)))))
+
+
+def replace_all(grads):
+    return jax.tree.map(jnp.nan_to_num, grads)
+
+
+def test_a_logged_value_that_is_scaled_is_named():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state, *, norm=jnp.linalg.norm):
+        scale = amp.get_loss_scale(state)
+        loss, grads = amp.value_and_grad(loss_fn, loss_scale=scale)(params, X)
+        updates, state = tx.update(grads, state, params)
+        logs = {"loss": loss, "grad_norm": norm(grads["w"]), "scale": scale, "norm": norm(grads["w"]) / scale}
+        return optax.apply_updates(params, updates), state, logs
+
+    with pytest.warns(
+        UserWarning, match=r"`step` returns `result\[2\]\['grad_norm'\]`, a value multiplied by"
+    ) as found:
+        check(step)(PARAMS, tx.init(PARAMS))
+    assert len(found) == 1
+    check(functools.partial(step, norm=lambda grads: jnp.float32(0)))(PARAMS, tx.init(PARAMS))
+
+
+def network_loss_in_float16(params, x):
+    return loss_fn(params, x).astype(jnp.float16)
+
+
+def test_a_chain_of_its_own_passes_with_the_scale_and_not_without():
+    rule, tx = LossScale(), optax.chain(amp.unscale_and_check(), optax.sgd(0.1))
+
+    def step(params, scaling, state, handed=True):
+        grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, X)
+        updates, state = tx.update(grads, state, params, loss_scale=scaling.loss_scale if handed else 1.0)
+        return optax.apply_updates(params, updates), rule.update(scaling, state[0].last_finite), state
+
+    check(step)(PARAMS, rule.init(), tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"the loss scale and an unscaled value: the gradients are still scaled here"):
+        check(step)(PARAMS, rule.init(), tx.init(PARAMS), handed=False)
+
+
+def test_each_of_two_losses_has_its_scale():
+    rule, tx = LossScale(), optax.sgd(0.1)
+
+    def step(params, scalings, swapped=False):
+        grads, finite = [], []
+        for scaling, other in zip(scalings, scalings[::-1], strict=True):
+            scaled = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, X)
+            true, ok = rule.unscale(other if swapped else scaling, scaled)
+            grads.append(true)
+            finite.append(ok)
+        updates, _ = tx.update(jax.tree.map(jnp.add, *grads), tx.init(params), params)
+        return optax.apply_updates(params, updates), [
+            rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)
+        ]
+
+    check(step)(PARAMS, [rule.init(), rule.init()])
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        check(step)(PARAMS, [rule.init(), rule.init()], swapped=True)
+
+
+UNSCALED = r"divided by the loss scale and an unscaled value: the gradients are unscaled twice"
+STILL = r"the gradients are still scaled here"
+BETWEEN = r"between `amp.value_and_grad` and `update`, gradients are multiplied by the loss scale"  # `update` says so
+FORGOTTEN = r"does not depend on the loss scale"  # the wrapper says so itself
+FAULTS = {
+    "the loss was not scaled": ({"scale": 1.0}, FORGOTTEN),
+    "another scale": ({"scale": 2.0**16}, FORGOTTEN),
+    "clipped by norm while scaled": (
+        {"change": lambda grads, _: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]},
+        r"compares a value multiplied by the loss scale and an unscaled value: " + STILL,
+    ),
+    "clipped by value while scaled": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)},
+        STILL,
+    ),
+    "weight decay while scaled": (
+        {"change": lambda grads, params: jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)},
+        r"test_check_loss_scaling.py:\d+ \(\S*<lambda>\), the program adds .*" + STILL,
+    ),
+    "a logarithm of scaled gradients": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: g * jnp.log1p(jnp.abs(g)), grads)},
+        r"applies `log1p` to a value multiplied by the loss scale: " + STILL,
+    ),
+    "unscaled by hand as well": (
+        {"change": lambda grads, _: jax.tree.map(lambda g: g / 1024, grads), "scale": 1024.0},
+        FORGOTTEN,
+    ),
+}
+
+
+def test_a_step_of_jitted_parts_that_forgets_the_scale_is_found_here_alone():
+    tx = amp.dynamic_loss_scale(optax.sgd(1.0))
+    gradient, update = jax.jit(amp.grad(loss_fn)), jax.jit(tx.update)
+
+    def step(params, state, x):
+        updates, state = update(gradient(params, x), state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    _, _, updates = step(PARAMS, tx.init(PARAMS), X)
+    want = jax.grad(loss_fn)(PARAMS, X)["w"]
+    np.testing.assert_allclose(updates["w"], -want / 2**16, rtol=1e-3)
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        check(step)(PARAMS, tx.init(PARAMS), X)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_line(name, skip):
+    options, message = FAULTS[name]
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), skip=skip)
+    with pytest.raises(ValueError, match=message):
+        checked(tx, **options)
+
+
+def test_gradients_that_are_unscaled_outside_as_well():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state):
+        grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, X)
+        true, _ = LossScale().unscale(state.loss_scale, grads)
+        updates, state = tx.update(true, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(ValueError, match=r"was already unscaled, by .* or `LossScale.unscale`; keep only one"):
+        check(step)(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(amp.unscale_and_check(), optax.clip(1.0), optax.scale(-0.1)),
+        optax.chain(optax.scale(-0.1), amp.unscale_and_check()),
+    ],
+    ids=["behind", "in front"],
+)
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_chain_that_unscales_twice_in_eager_code_is_found_as_well(tx, doubled):
+    def step(params, scaling):
+        scale = scaling.loss_scale
+        grads = amp.grad(loss_fn, loss_scale=scale)(params, X)
+        true = jax.tree.map(lambda g: g / scale, grads) if doubled else grads
+        return optax.apply_updates(params, tx.update(true, tx.init(params), params, loss_scale=scale)[0])
+
+    if doubled:
+        with pytest.raises(ValueError, match=r"becomes an unscaled value.* move it behind `unscale_and_check\(\)`"):
+            check(step)(PARAMS, LossScale().init())
+    else:
+        check(step)(PARAMS, LossScale().init())
+
+
+def test_shard_map_is_entered():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3), axis_name="data")
+
+    def step(params, state, x, **options):
+        def local(params, state, x):
+            return train_step(tx, params, state, x, **options)
+
+        specs = spec(), spec(), spec("data")
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec(), check_vma=False)(params, state, x)
+
+    x = jnp.concatenate([X, X])
+    check(step)(PARAMS, tx.init(PARAMS), x)
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        check(step)(PARAMS, tx.init(PARAMS), x, scale=8.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+def test_every_transformation_of_optax_passes_and_is_found_without_a_scale(name):
+    case, params = case_of(name), parameters(name)
+    tx = amp.dynamic_loss_scale(case.make())
+
+    def step(params, state, scaled=True):
+        value, grads = gradients(name, params, amp.get_loss_scale(state) if scaled else 1.0)
+        updates, state = tx.update(grads, state, params, **case.extra(value, grads))
+        return optax.apply_updates(params, updates), state
+
+    check(step)(params, tx.init(params))
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        check(step)(params, tx.init(params), scaled=False)
+
+
+def test_a_sum_that_a_loop_starts_from_true_gradients_is_found():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state, start):
+        def add(total, x):
+            grads = amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = lax.scan(add, start(params), jnp.stack([X, X]))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    check(functools.partial(step, start=lambda params: jax.tree.map(jnp.zeros_like, params)))(PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"\(\S*add\), the step adds .*" + BETWEEN):
+        check(functools.partial(step, start=lambda params: params))(PARAMS, tx.init(PARAMS))
+
+    def last(params, state):
+        grads, _ = lax.scan(
+            lambda _, x: (amp.grad(loss_fn, loss_scale=amp.get_loss_scale(state))(params, x), None), params, X[None]
+        )
+        return tx.update(grads, state, params)
+
+    with pytest.raises(ValueError, match=r"carries a value .* through a loop; " + BETWEEN):
+        check(last)(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.slow
+def test_a_scale_that_the_step_makes_is_followed():
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def run(params, x, is_scaled=True, unscaled=True, steps=2):
+        state = tx.init(params)
+        for _ in range(steps):
+            scale = amp.get_loss_scale(state)
+            grads = jax.grad(lambda p, scale=scale: loss_fn(p, x) * (scale if is_scaled else 1.0))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates if unscaled else grads)
+        return params
+
+    check(run)(PARAMS, X)
+    with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+        check(functools.partial(run, unscaled=False))(PARAMS, X)
+    forgotten = functools.partial(run, is_scaled=False)
+    for call, x in ((run, X), (jax.vmap(run, (None, 0)), X[None])):  # over seeds
+        jax.eval_shape(call, PARAMS, x)
+    for call, x in ((forgotten, X), (jax.vmap(forgotten, (None, 0)), X[None])):
+        with pytest.raises(ValueError, match=FORGOTTEN):
+            jax.eval_shape(call, PARAMS, x)
+    one = functools.partial(forgotten, steps=1)
+    jax.vmap(one, (None, 0))(PARAMS, X[None])  # nothing is traced, and nothing is said
+
+
+def noisy(params, x, key):
+    return loss_fn(params, x) * jnp.mean(jax.random.bernoulli(key, 0.5, (8,)))
+
+
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+def test_random_numbers_that_all_micro_batches_share_are_named(make):
+    tx = amp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def step(params, state, x, key, **options):
+        value_and_grad = amp.value_and_grad(noisy, opt_state=state, batch_argnums=(1,), **options)
+        loss, grads = value_and_grad(params, x, key)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    args = PARAMS, tx.init(PARAMS), X, make(0)
+    check(step)(*args)
+    accumulating = functools.partial(step, accumulate_steps=2)
+    if make is jax.random.key:
+        check(accumulating)(*args)
+    else:
+        with pytest.warns(
+            UserWarning, match=r"\(noisy\), `step` draws the same random numbers in every micro-batch"
+        ) as found:
+            check(accumulating)(*args)
+        assert len(found) == 1
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match="`check_loss_scaling` takes a function, got int"):
+        check(3)
+    with pytest.raises(ValueError, match="no loss scale in the arguments, and `step` makes none; pass"):
+        check(lambda x: x)(np.ones(3))
