@@ -13,7 +13,7 @@ from jaxprs import dtypes, equations
 
 import jmp_amp as amp
 from jmp_amp._jaxpr import HIGHER_ORDER
-from jmp_amp._jaxpr._versions import apply
+from jmp_amp._jaxpr._trace import apply
 
 X, W = jnp.ones((4, 8)) / 8, jnp.eye(8)
 ROWS = PartitionSpec("rows")

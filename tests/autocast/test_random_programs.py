@@ -11,7 +11,7 @@ from rebuilt import all_plans_changed, rebuilt_identity
 
 import jmp_amp as amp
 from jmp_amp._jaxpr import open_jaxpr, structure_of
-from jmp_amp._jaxpr._versions import apply
+from jmp_amp._jaxpr._trace import apply
 
 pytestmark = [
     pytest.mark.sweep(753),

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from rebuilt import all_plans_changed, rebuilt_identity
 
 import jmp_amp as amp
-from jmp_amp._jaxpr._versions import apply
+from jmp_amp._jaxpr._trace import apply
 
 X = jnp.asarray([[0.5, 0.25], [0.125, 0.75]])
 CONSTANT = jnp.asarray([[0.25, 0.5], [0.75, 0.5]])
