@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_amp._jaxpr import HIGHER_ORDER
-from jmp_amp._ops import RULES, Demand, OpClass, Rule, rule_of
+from jmp_amp._ops import PASSES, RULES, Demand, OpClass, ResultKind, Rule, rule_of
 
 PAGE = pathlib.Path(__file__).parent / "reference/ops.md"
 HEAD = """# Ops by class
@@ -127,6 +127,22 @@ READ = {
     Demand.RANK: "a float32 product in front, if it has at most 512 columns",
 }
 
+REASON = {  # what an op passes on, by the reasons of `explain`
+    Demand.ANGLE: "angle",
+    Demand.DISTANCE: "distance",
+    Demand.MATRIX: "decomposition",
+    Demand.RANGE: "logarithm",
+    Demand.EDGE: "edge",
+}
+PASSED = """## What passes a reason on
+
+A reason for float32 begins at an op that asks for it, and goes on, through the ops in front of that, to the nearest
+product, which ends it. Of an op in between, the kind of its results says which reasons pass; a square passes
+`distance` and `edge`, too.
+
+| results | passes on |
+|---|---|"""
+
 
 def equation(name: str) -> JaxprEqn:
     """Returns the equation of the usual call of a primitive."""
@@ -162,6 +178,11 @@ def page() -> str:
     for op_class, head in SECTIONS.items():
         rows = [f"| {' '.join(names)} | {users} | {note} |" for (users, note), names in tables[op_class].items()]
         parts.append("\n".join([head, "", "| primitives | used by | notes |", "|---|---|---|", *rows, ""]))
+    kinds = defaultdict(list)  # those that pass the same
+    for kind in [kind for kind in ResultKind if kind is not ResultKind.MATRIX_PRODUCT]:
+        passes = PASSES.get(kind, Demand.MATRIX)
+        kinds[", ".join(f"`{reason}`" for way, reason in REASON.items() if passes & way) or "none"].append(kind.value)
+    parts.append("\n".join([PASSED, *(f"| {', '.join(each)} | {reasons} |" for reasons, each in kinds.items()), ""]))
     names = " ".join(f"`{name}`" for name in HIGHER_ORDER if name not in RULES)
     return "\n".join(
         [*parts, "## Ops that hold functions", "", "Each op inside these has its own class:", "", names, ""]
