@@ -589,6 +589,11 @@ class EqnInfo(NamedTuple):
         """How analyses enter its jaxprs: a solver is one op to them."""
         return None if self.rule.demand else self.structure
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether its results are its several operands, one by one, as those of `optimization_barrier`."""
+        return self.rule.moves and len(self.eqn.outvars) == len(self.eqn.invars) > 1
+
     def is_dead(self, demands: Sequence[int]) -> bool:
         """Whether nothing reads its results, of which `demands` is demanded, so that XLA drops it."""
         return not (any(demands) or self.eqn.effects)

@@ -4,9 +4,9 @@ An analysis is a lattice (`bottom` and `join`), and a function that passes facts
 module passes them through calls, branches and loops, and reads a jaxpr once for each set of facts about its inputs
 (Kildall, A unified approach to global program optimization, 1973). Facts must be hashable.
 
-An analysis reads equations that have three attributes: `eqn`, the equation; `program`, how analyses enter its jaxprs,
-or None for an op; and `token`, an object that is the same for equal ops of equal types, so that facts pass through each
-only once, or None.
+An analysis reads equations that have four attributes: `eqn`, the equation; `program`, how analyses enter its jaxprs, or
+None for an op; `is_identity`, whether its results are its several operands, one by one; and `token`, an object that is
+the same for equal ops of equal types, so that facts pass through each only once, or None.
 """
 
 import functools
@@ -40,6 +40,8 @@ class _Analysis(Generic[E, T]):
         """Passes facts through an equation, and only once through equal ops."""
         if equation.program is not None:
             return self._through(equation, *facts)
+        if equation.is_identity:
+            return facts[-1]
         if equation.token is None:
             return self.transfer(equation, *facts)
         return self._ops(self, (equation.token, facts), lambda: self.transfer(equation, *facts))

@@ -36,6 +36,7 @@ class Fact(NamedTuple):
 class _Equation(NamedTuple):
     eqn: Any
     program: Any
+    is_identity: bool = False
     token: None = None
 
 

@@ -88,7 +88,7 @@ def test_a_low_residual_stream_saves_bytes():
 def test_saving_only_products_needs_half_the_memory():
     (moved, held), (moved_by_hand, held_by_hand) = autocast("scanned gpt"), by_hand("scanned gpt")
     assert moved < 0.75 * moved_by_hand
-    assert held < 0.5 * held_by_hand
+    assert held < 0.52 * held_by_hand  # 0.50 with JAX 0.10; since 0.12, casts by hand hold 2% less
     _, held_with_all = autocast("scanned gpt", save="all")
     assert held < held_with_all <= held_by_hand
 

@@ -234,3 +234,13 @@ def test_a_body_is_read_a_few_times_in_loops_in_loops(monkeypatch):
 
     jax.make_jaxpr(amp.autocast(lambda x: grown(x, 3)))(jnp.ones(8))
     assert max(read.values()) < 4**3 / 2  # four times for each loop around it, if each began with other sizes
+
+
+def test_a_barrier_passes_each_value_by_itself():
+    def fun(a, x, w):
+        solution, x, w = lax.optimization_barrier((jnp.linalg.solve(a, x), x, w))
+        return solution, x @ w  # reads no solution
+
+    report = amp.explain(fun, "bfloat16")(jnp.eye(8), jnp.ones((8, 8)), jnp.eye(8))
+    rows = report.select(direction="forward", primitive="dot_general").rows
+    assert [(row.compute, row.why) for row in rows] == [("bfloat16", "rule")]
