@@ -115,7 +115,6 @@ class Rule(NamedTuple):
         dtype_params: names of parameters that name the dtype of the result.
         jaxpr_params: names of parameters that hold a jaxpr over scalars of the operands' dtype.
         power: the exponent of a power; None if the program computes it.
-        keeps: of elements that it chooses from, 1 if it keeps the largest, -1 if the smallest, 0 if it may keep others.
         fold: computes the op on known scalars, on the host.
         move_axes: for an op that moves elements, how it moves the axes of an operand.
         makes_gates: `f(z)` is a gate, as `exp(-z)`.
@@ -137,7 +136,6 @@ class Rule(NamedTuple):
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
     power: float | None = None
-    keeps: int = 0
     fold: Callable[..., Any] | None = None
     move_axes: MoveAxes = _same_axes
     makes_gates: bool = False
@@ -487,8 +485,8 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
     "mul": _mul,
     "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
-    "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum, keeps=1),
-    "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum, keeps=-1),
+    "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum),
+    "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum),
     "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
     "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
     "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
@@ -503,8 +501,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     # Bounded or exact in any dtype.
     "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=np.negative),
     "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=np.abs),
-    "reduce_max": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, keeps=1),
-    "reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, keeps=-1),
+    "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
     "square": _SQUARE,
     "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
     "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._paths import InfosOf, Paths
-from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of, sign_of
+from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
 from jmp_amp._ops import Demand, EqnInfo, OpClass, ResultKind, Rule, varying
 
@@ -48,10 +48,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_constant, is_whole = a.is_constant and b.is_constant, a.is_whole and b.is_whole
         larger = ValueFacts._make([a.scalar if a.scalar == b.scalar else None, *map(max, a[1:], b[1:])])
         least = min(a.least, b.least) if is_constant else math.inf
-        sign = sign_of([(a.size, a.sign), (b.size, b.sign)])
-        return larger._replace(
-            least=least, sign=sign, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole
-        )
+        return larger._replace(least=least, carry=a.carry | b.carry, is_constant=is_constant, is_whole=is_whole)
 
     def widen(self, start: ValueFacts, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: how large one gets that grows is not known."""
@@ -89,7 +86,6 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         known = ValueFacts(
             least=_least(info, read),
             size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, numbers),
-            sign=_sign(info, numbers),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
             moment=_moment(info, operands),
@@ -130,8 +126,7 @@ def _size(info: EqnInfo, operands: Sequence[ValueFacts], numbers: Sequence[tuple
     elif rule.is_decomposition:  # as large as the matrix, or as its inverse
         size = max([max(size, _power(size, -1)) for size in sizes])
     elif rule.passes_on or rule.kind is ResultKind.TOTAL:
-        size = max([0.0 if _is_bound(rule, atom, known) else known.size for known, atom in numbers])
-        size = size or float(not is_constant)
+        size = max([known.size for known, atom in numbers if not _is_bound(rule, atom, known)] or sizes)
     else:
         return 1.0
     # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would
@@ -162,28 +157,13 @@ _SMALL = 2.0**-10  # larger ones are not followed
 
 
 def _is_bound(rule: Rule, atom: Any, known: ValueFacts) -> bool:
-    """Whether an operand makes nothing larger.
-
-    A maximum drops large negative numbers, such as the fill of a mask, and both ends of `jnp.clip(x, -1e6, 1e6)` do.
-    """
-    is_end = rule.kind is ResultKind.CHOSEN and rule.fuses and not varying(jx.shape_of(atom)) and known.is_constant
-    return known.sign * rule.keeps < 0 or (is_end and not (isinstance(atom, Literal) and known.sign * rule.keeps > 0))
-
-
-def _sign(info: EqnInfo, numbers: Sequence[tuple[ValueFacts, Any]]) -> int:
-    """Returns the sign of the large elements of a result: that of the elements that it passes on, or scales."""
-    rule, read = info.rule, [known for known, _ in numbers]
-    if not (rule.passes_on and any(known.sign for known in read)):
-        return 0
-    if rule.scales and len(read) == 2:
-        array, factor = read if read[1].scalar is not None or rule.kind is ResultKind.QUOTIENT else read[::-1]
-        return array.sign * int(np.sign(factor.scalar or 0))
-    signs = [known.sign for known in read]
-    if rule.fold in (np.negative, np.absolute):
-        signs = [-signs[0] if rule.fold is np.negative else abs(signs[0])]
-    elif rule.kind is ResultKind.DIFFERENCE:
-        signs[1] *= -1
-    return sign_of([(known.size, sign) for known, sign in zip(read, signs, strict=True)])
+    """Whether an operand makes nothing larger, as those of `jnp.clip(x, -1e6, 1e6)`; `jnp.maximum(x, 1e6)` is large."""
+    if rule.kind is not ResultKind.CHOSEN or not rule.fuses or varying(jx.shape_of(atom)) or not known.is_constant:
+        return False
+    is_least = isinstance(atom, Literal) and (
+        (rule.fold is np.maximum and atom.val > 0) or (rule.fold is np.minimum and atom.val < 0)
+    )
+    return not is_least
 
 
 _SUMS = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}

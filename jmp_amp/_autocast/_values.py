@@ -94,7 +94,6 @@ class ValueFacts(NamedTuple):
             estimate of its largest magnitude where constants make that small: 1e-9 for `x * 1e-9`.
         size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
             `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
-        sign: 1 or -1 if all elements that are larger than 1 have that sign, as -1e9 in a mask; 0 if that is not known.
         is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
         squares: how it is made of squares.
         moment: how it is made of products.
@@ -113,7 +112,6 @@ class ValueFacts(NamedTuple):
     scalar: float | None = None
     least: float = math.inf
     size: float = 1.0
-    sign: int = 0
     is_log: bool = False
     squares: Squares = Squares.NO
     moment: Moment = Moment.NO
@@ -150,17 +148,8 @@ def facts_of(x: np.ndarray) -> ValueFacts:
     """Returns what is known of a constant, from its elements, or some of them; they are float32."""
     magnitudes = np.abs(x[np.isfinite(x) & (x != 0)])
     least, size = float(magnitudes.min(initial=np.inf)), float(magnitudes.max(initial=0))
-    is_whole, sign = (
-        bool(np.all(x == np.rint(x))),
-        sign_of([(size, int(np.sign(each))) for each in (x.min(initial=0), x.max(initial=0)) if abs(each) > 1]),
-    )
-    return ValueFacts(None if x.shape else x.item(), least, size, sign, is_constant=True, is_whole=is_whole)
-
-
-def sign_of(large: Iterable[tuple[float, int]]) -> int:
-    """Returns the sign of the elements that are larger than 1, from sizes and signs of parts."""
-    signs = {sign for size, sign in large if size > 1}
-    return signs.pop() if len(signs) == 1 else 0
+    is_whole = bool(np.all(x == np.rint(x)))
+    return ValueFacts(None if x.shape else x.item(), least, size, is_constant=True, is_whole=is_whole)
 
 
 class Value(NamedTuple):

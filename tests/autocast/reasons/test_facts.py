@@ -410,7 +410,7 @@ def test_the_fraction_of_a_large_number_is_below_1(name):
         lambda x: 100.0 * (100.0 * (100.0 * x)),
         lambda x: 300.0 * x - 300.0 * x[::-1] * 300.0,
         lambda x: jnp.where(x > 0, x, -1e9),
-        lambda x: jnp.maximum(x, LARGE[:6]),
+        lambda x: jnp.minimum(x, LARGE[:6]),
         lambda x: jnp.maximum(x, 1e6),
         lambda x: jnp.minimum(x, -1e6),
         lambda x: x.at[0].set(1e6),
