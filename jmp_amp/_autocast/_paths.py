@@ -85,8 +85,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
             path = Path.CHOICE if rule.kind is ResultKind.CHOSEN and rule.fuses and not rule.makes_gates else 0
         if rule.scales or rule.is_product or rule.kind is ResultKind.SELECTED:
             gate = Path.LAYER if rule.is_product else Path.CHOICE
-            gated = [_is_gated(info, k, operands) for k in range(len(operands))]
-            operands = [_after(of, gate) if is_gated else of for of, is_gated in zip(operands, gated, strict=True)]
+            operands = [_after(of, gate) if _is_gated(info, k, operands) else of for k, of in enumerate(operands)]
         reached = _after(self.bottom.union(*operands), path)
         return [reached if jx.dtype_of(var) in _FOLLOWED else self.bottom for var in info.eqn.outvars]
 
