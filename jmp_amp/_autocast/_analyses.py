@@ -56,7 +56,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""
-        return [known._replace(carry=of) for known, of in zip(carry, self.paths.carries(loop), strict=True)]
+        return [known._replace(carry=of) for known, of in zip(carry, self.paths.carried(loop)[0], strict=True)]
 
     def leave_loop(self, loop: jx.Loop, outs: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of a loop; outside, they are no accumulators."""
@@ -239,11 +239,9 @@ def _squares(info: EqnInfo, operands: Sequence[ValueFacts]) -> Squares:
     if rule.arithmetic and not rule.scales:
         both_are_squares = all(each in (Squares.SQUARE, Squares.SUM) for each in squares)
         return Squares.SUM if Squares.SUM in squares or both_are_squares else Squares.NO
-    others = [source for source, each in zip(info.sources, squares, strict=True) if not each]
+    others = [source for source, each in zip(info.sources, squares, strict=True) if source is not None and not each]
     # A multiplication with another array makes another quantity.
-    alone = not any(
-        varying(jx.shape_of(atom)) for atom in others if atom is not None and jx.dtype_of(atom) == np.float32
-    )
+    alone = not any(varying(jx.shape_of(var)) for var in others if jx.dtype_of(var) == np.float32)
     return next(filter(None, squares), Squares.NO) if rule.passes_on and alone else Squares.NO
 
 
@@ -302,9 +300,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
         if is_of_carries or _iterates(info, operands):  # for a matrix, such as its square root
             each = [of | Demand.MATRIX for of in each]
-        if gate := _gate(info, operands, demand):
-            each = [of if known.carry & Demand.TERM else of | gate for of, known in zip(each, operands, strict=True)]
-        each = [of | (known.carry & demand & Demand.RECURRENCE) for of, known in zip(each, operands, strict=True)]
+        gate, carries = _gate(info, operands, demand), [known.carry for known in operands]
+        each = [of if carry & Demand.TERM else of | gate for of, carry in zip(each, carries, strict=True)]
+        each = [of | carry & demand & Demand.RECURRENCE for of, carry in zip(each, carries, strict=True)]
         if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]

@@ -260,8 +260,8 @@ def parse_settings(
     if residual_stream not in ("float32", "low"):
         raise ValueError(f'`residual_stream` must be "float32" or "low", got "{shorten(str(residual_stream))}"')
     check_kernel(attention)
-    grads = None if weight_grad_dtype is None else FLOAT32
-    return Settings(policy, form, Options(overrides, save == "matmuls", grads, residual_stream == "low"), attention)
+    options = Options(overrides, save == "matmuls", weight_grad_dtype is not None, residual_stream == "low")
+    return Settings(policy, form, options, attention)
 
 
 def check_function(fun: Any) -> None:

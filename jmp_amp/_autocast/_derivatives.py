@@ -15,7 +15,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, zero_from_prim
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._plan import Plan, Run, with_results
+from jmp_amp._autocast._plan import Plan, Run, cast_to
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Use, Value
 
@@ -83,7 +83,7 @@ def _jvp(
     inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
     rule = _planned(planner, plan, as_traced, [*types, *compress(types, perturbed)], inputs)
     outs = (*plan.outs, *_tangents(compress(plan.outs, moves)))
-    results = with_results(rule, outs)(*primals, *compress(tangents, perturbed))
+    results = cast_to(rule(*primals, *compress(tangents, perturbed)), outs)
     results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
     return results, jx.combine(moves, result_tangents, [zero_from_primal(x, symbolic) for x in results])
 
@@ -116,7 +116,7 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
                 raise
             perturbed[perturbed.index(True)] = False
     outs = (*plan.outs, *rule.outs[n_outs:])
-    results = with_results(rule, outs)(*args)
+    results = cast_to(rule(*args), outs)
     types = _types(results[n_outs:], rule.signature.outvars[n_outs:])
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Sequence[Any], Any]:
@@ -141,7 +141,7 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
             Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(x) else jx.dtype_of(var))
             for var, x, value in zip(rule.signature.outvars, primals, compress(plan.inputs, perturbed), strict=False)
         ]
-        results = with_results(rule, (*of_grads, *rule.outs[n_grads:]))(*residuals, *cotangents)
+        results = cast_to(rule(*residuals, *cotangents), (*of_grads, *rule.outs[n_grads:]))
         grads = jx.combine(perturbed, results[:n_grads], [None] * len(perturbed))
         return tuple(grads), jax.tree.unflatten(logs_tree, results[n_grads:])
 

@@ -58,9 +58,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
 def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
     """Runs an equation in the dtypes that its jaxpr was traced in; this is planned only for `explain`."""
     opened, _ = jx.open_jaxpr(call.jaxpr)
-    dtypes = list(map(jx.dtype_of, op.info.eqn.invars))
-    for i, var in zip(call.operands, opened.invars, strict=True):
-        dtypes[i] = jx.dtype_of(var)
+    inner = dict(zip(call.operands, opened.invars, strict=True))
+    dtypes = [jx.dtype_of(inner.get(i, atom)) for i, atom in enumerate(op.info.eqn.invars)]
     cast = tuple(
         value.as_float32() if dtype == FLOAT32 else value._replace(dtype=dtype)
         for value, dtype in zip(op.values, dtypes, strict=True)
@@ -109,10 +108,9 @@ def _loop(planner: Planner, loop: jx.Loop, op: Context) -> Step:
         for cond, facts, demands in of_cond
     ]
     # A stacked result that is also carried has the dtype of the carry.
-    results = list(map(id, plan.signature.outvars))
-    stored = dict(zip(results, carry, strict=False))
-    stacked = [stored.get(var, out).dtype for var, out in zip(results, plan.outs, strict=True)][loop.n_carry :]
-    outs = (*carry, *map(Value, stacked))
+    stored = dict(zip(map(id, plan.signature.outvars), carry, strict=False))
+    stacked = list(zip(plan.signature.outvars, plan.outs, strict=True))[loop.n_carry :]
+    outs = (*carry, *[Value(stored.get(id(var), out).dtype) for var, out in stacked])
     if loop.cond is None:  # JAX adds up the cotangents of a constant over the iterations in its dtype: float32
         consts = tuple(value.as_float32() if value.is_half else value for value in consts)
     cast = (*values[loop.cond_consts], *consts, *carry, *values[loop.xs])

@@ -5,7 +5,6 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import Primitive
 
 from jmp_amp import _jaxpr as jx
@@ -28,15 +27,9 @@ class Overrides:
     primitives: Rules = dataclasses.field(compare=False)
     scopes: Mapping[str, Format] = dataclasses.field(compare=False)
 
-    @property
-    def table(self) -> Rules:
-        """The rules of all primitives, by name."""
-        return {**RULES, **self.primitives}
-
     def matching(self, path: str) -> list[str]:
         """Returns the patterns that match a scope or one around it."""
-        starts = [i for i, c in enumerate("/" + path) if c == "/"]
-        paths = [f"{path[start:]}/" for start in starts]
+        paths = [f"{path[i:]}/" for i, c in enumerate("/" + path) if c == "/"]
         return [pattern for pattern in self.scopes if any(matches_scope(p, f"{pattern}/*") for p in paths)]
 
 
@@ -129,13 +122,13 @@ class Options(NamedTuple):
     Attributes:
         overrides: `rules`, parsed.
         saves_products: whether bodies of scans keep only the results of products and other costly ops.
-        weight_grad_dtype: float32 or None.
+        has_float32_grads: whether the products that compute the gradients of weights return float32.
         has_low_stream: whether residual streams are stored in the compute dtype.
         keeps_checkpoints: whether the backward pass computes again what a `jax.checkpoint` of the program says.
     """
 
     overrides: Overrides
     saves_products: bool
-    weight_grad_dtype: np.dtype | None
+    has_float32_grads: bool
     has_low_stream: bool
     keeps_checkpoints: bool = True

@@ -35,15 +35,12 @@ class Paths(jx.Forward[EqnInfo, Sources]):
 
     bottom: Sources = frozenset()
 
-    def carries(self, loop: jx.Loop) -> list[int]:
-        """Returns what the loop demands of the next value of each carry: `TERM` and `RECURRENCE` of `Demand`.
+    def carried(self, loop: jx.Loop) -> tuple[list[int], list[Sources]]:
+        """Returns what the loop demands of the next value of each carry, and what reaches its results.
 
-        An accumulator is a sum of itself and others, or such a sum is added to it. For a recurrence, see `_recurs`.
+        That is `TERM` and `RECURRENCE` of `Demand`. An accumulator is a sum of itself and others, or such a sum is
+        added to it. For a recurrence, see `_recurs`. Results are reached in one or more iterations.
         """
-        return self._carried(loop)[0]
-
-    def _carried(self, loop: jx.Loop) -> tuple[list[int], list[Sources]]:
-        """Returns `carries(loop)`, and what reaches the results of the loop in one or more iterations."""
         body, _ = jx.open_jaxpr(loop.body)
         return self._carries(body, (loop.n_consts, loop.n_carry), lambda: self._find_carried(loop))
 
@@ -69,7 +66,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
         if not isinstance(loop := equation.program, jx.Loop):
             return super()._through(equation, operands)
         inputs = [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
-        return [_composed(inputs, paths) for paths in self._carried(loop)[1]]
+        return [_composed(inputs, paths) for paths in self.carried(loop)[1]]
 
     def join(self, a: Sources, b: Sources) -> Sources:
         """Returns what reaches either of two values."""
@@ -88,8 +85,7 @@ class Paths(jx.Forward[EqnInfo, Sources]):
             path = Path.CHOICE if rule.kind is ResultKind.CHOSEN and rule.fuses and not rule.makes_gates else 0
         if rule.scales or rule.is_product or rule.kind is ResultKind.SELECTED:
             gate = Path.LAYER if rule.is_product else Path.CHOICE
-            gated = [_is_gated(info, k, operands) for k in range(len(operands))]
-            operands = [_after(of, gate) if is_gated else of for of, is_gated in zip(operands, gated, strict=True)]
+            operands = [_after(of, gate) if _is_gated(info, k, operands) else of for k, of in enumerate(operands)]
         reached = _after(self.bottom.union(*operands), path)
         return [reached if jx.dtype_of(var) in _FOLLOWED else self.bottom for var in info.eqn.outvars]
 

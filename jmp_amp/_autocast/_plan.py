@@ -54,11 +54,6 @@ class CastOp:
             return [bind_product(args, dict(self.params))]
         return jx.apply(self.primitive, dict(self.params), args)
 
-    @property
-    def without_casts(self) -> "CastOp":
-        """The op on operands that are cast."""
-        return dataclasses.replace(self, casts=(None,) * len(self.casts))
-
     def cast(self, args: Sequence[Any], *, save: bool = True) -> list[Any]:
         """Casts the operands; see `_cast_once` for those that a loop does not change."""
         casts = [_cast_once if save and i in self.saved else lax.convert_element_type for i in range(len(args))]
@@ -238,13 +233,18 @@ class Plan:
                 iterations of a loop; those of the plan by default.
         """
         inputs = inputs or self.inputs
-        dtypes = tuple(value.dtype for value in inputs)
-        key = tuple(out.dtype for out in outs or self.outs), policy, dtypes
+        dtypes = tuple([value.dtype for value in inputs])
+        key = tuple([out.dtype for out in outs or self.outs]), policy, dtypes
         if key not in self.bodies:
-            fun: Callable[..., list[Any]] = with_results(self, outs) if outs else self
+
+            def cast(*args: Any) -> list[Any]:
+                return cast_to(self(*args), outs)
+
+            run: Callable[..., list[Any]] = cast if outs else self
             if policy is not None:
-                fun = jax.checkpoint(fun, policy=policy, prevent_cse=False)
-            fun = _with_inputs(fun, dtypes, self.inputs)
+                run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+            is_cast = dtypes != tuple([value.dtype for value in self.inputs])
+            fun = (lambda *args: run(*cast_to(args, self.inputs, _cast_once))) if is_cast else run
             avals = [var.aval for var in self.signature.invars]
             self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
         return self.bodies[key]
@@ -260,7 +260,11 @@ def _identity(run: Any) -> Any:
     """Returns a value that is equal for functions that do the same."""
     if isinstance(run, functools.partial):  # of an equation and its bodies
         return run.func, *[tuple(map(id, arg)) if isinstance(arg, list) else id(arg) for arg in run.args]
-    return run if _is_hashable(run) else id(run)
+    try:
+        hash(run)
+    except TypeError:  # a parameter of an equation that cannot be hashed
+        return id(run)
+    return run
 
 
 def differs(known: Iterable[tuple[Any, Value]]) -> bool:
@@ -268,26 +272,12 @@ def differs(known: Iterable[tuple[Any, Value]]) -> bool:
     return any(value.dtype != jx.dtype_of(atom) for atom, value in known)
 
 
-def _with_inputs(fun: Callable[..., Any], dtypes: Sequence[Any], values: Sequence[Value]) -> Callable[..., Any]:
-    """Returns `fun` with the inputs whose `dtypes` are not those of `values` cast to these; see `_cast_once`."""
-    casts = [None if dtype == value.dtype else value.dtype for dtype, value in zip(dtypes, values, strict=True)]
-
-    def cast(*args: Any) -> Any:
-        return fun(*[x if dtype is None else _cast_once(x, dtype) for x, dtype in zip(args, casts, strict=True)])
-
-    return cast if any(casts) else fun
-
-
-def with_results(fun: Callable[..., Sequence[Any]], outs: Sequence[Value]) -> Callable[..., list[Any]]:
-    """Returns `fun` with its results cast to the dtypes of `outs`."""
-
-    def cast(*args: Any) -> list[Any]:
-        return [
-            x if out.dtype is None or jx.dtype_of(x) == out.dtype else lax.convert_element_type(x, out.dtype)
-            for x, out in zip(fun(*args), outs, strict=True)
-        ]
-
-    return cast
+def cast_to(xs: Sequence[Any], values: Sequence[Value], convert: Callable = lax.convert_element_type) -> list[Any]:
+    """Returns `xs` in the dtypes of `values`."""
+    pairs = zip(xs, values, strict=True)
+    return [
+        x if value.dtype is None or jx.dtype_of(x) == value.dtype else convert(x, value.dtype) for x, value in pairs
+    ]
 
 
 # Under differentiation, the ops that come from one call in the user's code run as one `jit`, which JAX inlines, if
@@ -324,14 +314,6 @@ def _number(step: Step, numbers: dict[Any, int]) -> int | None:
         return numbers.setdefault((step.run, step.casts, *[atom.aval for atom in step.eqn.invars]), len(numbers))
     except TypeError:  # a parameter of an equation that cannot be hashed
         return None
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:  # a parameter of an equation that cannot be hashed
-        return False
-    return True
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)

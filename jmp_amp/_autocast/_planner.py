@@ -17,7 +17,7 @@ from jmp_amp._autocast._rewrites import rewrite_of
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
-from jmp_amp._ops import ORIGINAL, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
+from jmp_amp._ops import ORIGINAL, RULES, Demand, EqnInfo, OpClass, ResultKind, Rule, find_rule, rule_of
 
 
 class Planner:
@@ -25,7 +25,7 @@ class Planner:
 
     def __init__(self, plan_higher_order: Callable[..., Step], options: Options) -> None:
         """Takes `plan_higher_order`, which itself calls a planner and so is not imported here, and the options."""
-        self._rules = options.overrides.table
+        self._rules = {**RULES, **options.overrides.primitives}
         self._plan_higher_order = plan_higher_order
         self.options = options
         self.knowledge = Knowledge(self.infos_of)

@@ -68,15 +68,19 @@ def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
     )
 
 
-def _take_label_logit(op: CastOp, args: Sequence[Any]) -> list[Any]:
-    return _with_tangent(op.without_casts, _tangent_of_label_logit, *op.cast(args))
-
-
 def _tangent_of_label_logit(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     x, indices = primals
     # An index out of bounds equals none, so its tangent is 0.
     is_label = lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices.reshape(*x.shape[:-1], 1)
     return [jnp.sum(jnp.where(is_label, tangents[0], 0), -1, keepdims=True)]
+
+
+def _of_cast_operands(tangent: Callable, op: CastOp, args: Sequence[Any]) -> list[Any]:
+    """Evaluates an op whose tangents are `tangent(op, primals, tangents)` of its cast operands."""
+    return _with_tangent(dataclasses.replace(op, casts=(None,) * len(args)), tangent, *op.cast(args))
+
+
+_take_label_logit: Rewrite = functools.partial(_of_cast_operands, _tangent_of_label_logit)
 
 
 def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -91,10 +95,6 @@ def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
 
-def _gather_low(op: CastOp, args: Sequence[Any]) -> list[Any]:
-    return _with_tangent(op.without_casts, _tangent_in_float32, *op.cast(args))
-
-
 def _tangent_in_float32(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     x, indices = primals
 
@@ -102,6 +102,9 @@ def _tangent_in_float32(op: CastOp, primals: Sequence[Any], tangents: Sequence[A
         return [lax.convert_element_type(op.apply([lax.convert_element_type(x, FLOAT32), indices])[0], x.dtype)]
 
     return jax.jvp(in_float32, [x], [tangents[0]])[1]
+
+
+_gather_low: Rewrite = functools.partial(_of_cast_operands, _tangent_in_float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)  # it is traced once for equal ops
@@ -175,11 +178,9 @@ class Float8Product:
     is_weight: tuple[bool, ...]
 
     def __call__(self, op: CastOp, args: Sequence[Any]) -> list[Any]:
-        dtypes = (self.float8.operands,) * 2, self.float8.cotangents
-        own: dict[str, Any] = {**dict(op.params), "is_weight": self.is_weight}
-        if len(args) == 2:
-            return [float8_dot(args[0], args[1], self.base, *dtypes, **own)]
-        return [float8_ragged_dot(args[0], args[1], args[2], self.base, *dtypes, **own)]
+        product: Callable = float8_dot if len(args) == 2 else float8_ragged_dot
+        dtypes = self.base, (self.float8.operands,) * 2, self.float8.cotangents
+        return [product(*args, *dtypes, is_weight=self.is_weight, **dict(op.params))]
 
 
 def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
@@ -189,7 +190,7 @@ def _float32_weight_grad(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite 
     65504 is inf by then, and a small one is rounded. Here the product that computes the gradient returns float32.
     """
     is_product = op.rule.op_class is OpClass.LOWER and op.region.format.dtype in casts
-    return _with_float32_grads if is_product and op.options.weight_grad_dtype == FLOAT32 else None
+    return _with_float32_grads if is_product and op.options.has_float32_grads else None
 
 
 def _with_float32_grads(op: CastOp, args: Sequence[Any]) -> list[Any]:

@@ -254,15 +254,12 @@ def _elements(x: Any) -> np.ndarray | None:
     array of JAX is not read, since it may have to be copied from a device: as an argument of the program, it makes the
     sums and choices that read it float32.
     """
-    if isinstance(x, jax.Array):  # those of a tracer, or of an array of several processes, are not known
-        is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    else:
-        is_known = isinstance(x, _ON_HOST)
-    aval = jax.typeof(x) if is_known else None
-    if aval is None or not jnp.issubdtype(aval.dtype, np.number):
+    is_array, aval = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer), jax.typeof(x)
+    is_known = x.is_fully_addressable if is_array else isinstance(x, _ON_HOST)  # not by several processes
+    if not is_known or not jnp.issubdtype(aval.dtype, np.number):
         return None
     is_small = aval.size <= (_READABLE_VECTOR if len(varying(aval.shape)) < 2 else _READABLE)
-    if not is_small and isinstance(x, jax.Array):
+    if is_array and not is_small:
         return None
     read = np.asarray(x) if is_small else np.unique(np.asarray(x).flat[:: aval.size // _READABLE])
     is_read = is_small or read.size <= _NUMBERS_IN_MASK

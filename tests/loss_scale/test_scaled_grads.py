@@ -215,7 +215,9 @@ def test_a_right_step_is_not_refused(name, by):
 RIGHT_ALONE = {"added to an argument", "an average with an argument", "a limit of an argument", "the largest alone"}
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 def test_generated_compositions_raise_only_if_the_scale_changes_the_updates_or_an_overflow_is_hidden(
     seeds, monkeypatch
 ):
