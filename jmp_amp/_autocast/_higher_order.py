@@ -43,10 +43,8 @@ def _call(planner: Planner, call: jx.Call, op: Context) -> Step:
     region = op.region._replace(is_checkpointed=op.region.is_checkpointed or is_checkpoint)
     first = planner.plan(jaxpr, values, uses, region)
     reads = _stored(first.reads) if entry.keeps_inputs else list(first.reads)
-    cast = tuple(
-        value.as_float32() if each == Reads.FUSED and jx.dtype_of(atom) == FLOAT32 else value
-        for value, each, atom in zip(values, reads, eqn.invars, strict=True)
-    )
+    triples = zip(values, reads, map(jx.dtype_of, eqn.invars), strict=True)
+    cast = tuple([v.as_float32() if each == Reads.FUSED and dtype == FLOAT32 else v for v, each, dtype in triples])
     plan = planner.plan(jaxpr, cast, uses, region)
     op = op._replace(info=op.info._replace(eqn=jx.versions.with_policy(eqn, as_products)))
     step = _step(op, cast, reads, plan.outs, [plan], [plan.body()])
@@ -60,10 +58,7 @@ def _as_traced(planner: Planner, call: jx.Call, op: Context, why: str) -> Step:
     opened, _ = jx.open_jaxpr(call.jaxpr)
     inner = dict(zip(call.operands, opened.invars, strict=True))
     dtypes = [jx.dtype_of(inner.get(i, atom)) for i, atom in enumerate(op.info.eqn.invars)]
-    cast = tuple(
-        value.as_float32() if dtype == FLOAT32 else value._replace(dtype=dtype)
-        for value, dtype in zip(op.values, dtypes, strict=True)
-    )
+    cast = tuple([value._replace(dtype=dtype) for value, dtype in zip(op.values, dtypes, strict=True)])
     inputs, uses = tuple(cast[i] for i in call.operands), (Use(),) * len(opened.outvars)
     plan = planner.plan(call.jaxpr, inputs, uses, op.region._replace(format=AS_TRACED, why=why))
     outs = [Value(jx.dtype_of(atom)) for atom in opened.outvars]

@@ -218,12 +218,7 @@ class Plan:
         is_other = differs(zip(self.signature.invars, self.inputs, strict=True))
         return is_other or any(step.changed or step.sums for step in self.steps)
 
-    def body(
-        self,
-        outs: Sequence[Value] = (),
-        policy: Callable[..., bool] | None = None,
-        inputs: Sequence[Value] = (),
-    ) -> jx.Body:
+    def body(self, outs: Sequence[Value] = (), policy: Any = None, inputs: Sequence[Value] = ()) -> jx.Body:
         """Returns the plan as a function in place of its jaxpr, the same one for the same arguments.
 
         Args:
@@ -232,8 +227,7 @@ class Plan:
             inputs: its arguments, the first of which, of another dtype than those of the plan, are cast once for all
                 iterations of a loop; those of the plan by default.
         """
-        inputs = inputs or self.inputs
-        dtypes = tuple([value.dtype for value in inputs])
+        dtypes = tuple([value.dtype for value in inputs or self.inputs])
         key = tuple([out.dtype for out in outs or self.outs]), policy, dtypes
         if key not in self.bodies:
 
@@ -243,8 +237,7 @@ class Plan:
             run: Callable[..., list[Any]] = cast if outs else self
             if policy is not None:
                 run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-            is_cast = dtypes != tuple([value.dtype for value in self.inputs])
-            fun = (lambda *args: run(*cast_to(args, self.inputs, _cast_once))) if is_cast else run
+            fun = (lambda *args: run(*cast_to(args, self.inputs, _cast_once))) if inputs else run
             avals = [var.aval for var in self.signature.invars]
             self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
         return self.bodies[key]
@@ -356,7 +349,5 @@ def _join(steps: Sequence[Step], read_later: Collection[Var]) -> Step:
 _shared_cast = jax.jit(lax.convert_element_type, static_argnums=1, inline=jx.versions.INLINE)
 
 
-@functools.partial(jax.jit, inline=jx.versions.INLINE)
-def _own_read(wide: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x`, with the derivative of its float32 copy `wide`, in which JAX adds up the cotangents of all reads."""
-    return _with_derivative_of(wide, lax.stop_gradient(x))
+# A value with the derivative of its float32 copy, in which JAX adds up the cotangents of all reads.
+_own_read = jax.jit(lambda wide, x: _with_derivative_of(wide, lax.stop_gradient(x)), inline=jx.versions.INLINE)

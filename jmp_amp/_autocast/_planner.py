@@ -136,8 +136,7 @@ class Planner:
         shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
         saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
         rewrite = rewrite_of(op, dtypes, own)
-        has_other_dtypes = differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
-        changed = has_other_dtypes or rewrite is not None or bool(params)
+        changed = bool(rewrite or params) or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         run: Run = CastOp(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
