@@ -355,15 +355,15 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
         demand = Demand.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Demand.ANY
         use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        region = Region(form, is_checkpointed=jx.versions.is_traced_by("ad_checkpoint"))
+        traced_by = jx.versions.is_traced_by
+        region = Region(form, "", "", traced_by("ad_checkpoint"), traced_by("api", "linear_transpose"))
         found: Sequence[Found] = ()
         if attention is not None and form.is_low:
             closed, found = with_kernel(closed, attention, form.dtype, _Scope(planner_of(options), region, form))
         plan = planner_of(options).plan(closed, values, (use,) * len(jaxpr.outvars), region)
         planned(plan, found)
         _warn(plan, options, found)
-        results = zip(plan(*arrays), jaxpr.outvars, strict=True)
-        out = rebuild([jx.as_type(x, var.aval) for x, var in results])
+        out = rebuild([jx.as_type(x, var.aval) for x, var in zip(plan(*arrays), jaxpr.outvars, strict=True)])
         return out if policy is None else policy.cast_to_output(out)
 
     return autocasted

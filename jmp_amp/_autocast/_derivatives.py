@@ -15,7 +15,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, zero_from_prim
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._plan import Plan, Run, cast_to
+from jmp_amp._autocast._plan import Plan, Region, Run, cast_to
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._values import Use, Value
 
@@ -81,7 +81,8 @@ def _jvp(
 
     types = _types(primals, eqn.invars)
     inputs = (*plan.inputs, *_tangents(compress(plan.inputs, perturbed)))
-    rule = _planned(planner, plan, as_traced, [*types, *compress(types, perturbed)], inputs)
+    region = plan.region._replace(is_linear=True)  # in the tangents, whose program JAX transposes
+    rule = _planned(planner, region, as_traced, [*types, *compress(types, perturbed)], inputs)
     outs = (*plan.outs, *_tangents(compress(plan.outs, moves)))
     results = cast_to(rule(*primals, *compress(tangents, perturbed)), outs)
     results, result_tangents = results[: len(plan.outs)], results[len(plan.outs) :]
@@ -109,7 +110,7 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
     rule = None
     while rule is None:
         try:
-            rule = _planned(planner, plan, as_traced, _types(args, eqn.invars), plan.inputs)
+            rule = _planned(planner, plan.region, as_traced, _types(args, eqn.invars), plan.inputs)
         except jx.versions.closed_over_error():
             # An equation that JAX traced again does not tell which of its first operands its function closes over.
             if not any(perturbed):
@@ -135,7 +136,7 @@ def _forward(planner: Planner, eqn: JaxprEqn, plan: Plan, *args: Any) -> tuple[l
 
         of_cotangents = _types(cotangents, list(compress(eqn.outvars, given)))
         inputs = (*outs[n_outs:], *_tangents(compress(plan.outs, given)))
-        rule = _planned(planner, plan, as_traced, [*types, *of_cotangents], inputs)
+        rule = _planned(planner, plan.region, as_traced, [*types, *of_cotangents], inputs)
         # A rule may return float32 for a bfloat16 operand; JAX keeps it.
         of_grads = [
             Value(value.dtype if jx.dtype_of(var) == jx.dtype_of(x) else jx.dtype_of(var))
@@ -159,10 +160,10 @@ def _of_perturbed(eqn: JaxprEqn, perturbed: Sequence[bool], args: Sequence[Any])
     return lambda *values: jx.bind(eqn, jx.combine(perturbed, values, args))
 
 
-def _planned(planner: Planner, outer: Plan, fun: Callable, types: Sequence[Any], inputs: tuple[Value, ...]) -> Plan:
-    """Returns the plan of a function in the region of `outer`; nothing is known of the readers of its results."""
+def _planned(planner: Planner, region: Region, fun: Callable, types: Sequence[Any], inputs: tuple[Value, ...]) -> Plan:
+    """Returns the plan of a function in a region; nothing is known of the readers of its results."""
     jaxpr = jx.trace(fun, types)
-    return planner.plan(jaxpr, inputs, (Use(),) * len(jaxpr.out_avals), outer.region)
+    return planner.plan(jaxpr, inputs, (Use(),) * len(jaxpr.out_avals), region)
 
 
 def _tangents(values: Iterable[Value]) -> tuple[Value, ...]:

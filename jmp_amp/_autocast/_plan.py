@@ -107,12 +107,14 @@ class Region(NamedTuple):
         path: the named scopes around its jaxpr; empty if no rule has a pattern, so that equal jaxprs share a plan.
         why: why this is another format than that of the program, as `explain` names it; empty if it is not.
         is_checkpointed: whether it is inside a `jax.checkpoint`, which decides what the backward pass keeps.
+        is_linear: whether JAX may transpose it without differentiating it, as the tangents of a rule.
     """
 
     format: Format
     path: str = ""
     why: str = ""
     is_checkpointed: bool = False
+    is_linear: bool = False
 
 
 class Step(NamedTuple):
@@ -237,7 +239,8 @@ class Plan:
             run: Callable[..., list[Any]] = cast if outs else self
             if policy is not None:
                 run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-            fun = (lambda *args: run(*cast_to(args, self.inputs, _cast_once))) if inputs else run
+            convert = lax.convert_element_type if self.region.is_linear else _cast_once
+            fun = (lambda *args: run(*cast_to(args, self.inputs, convert))) if inputs else run
             avals = [var.aval for var in self.signature.invars]
             self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
         return self.bodies[key]

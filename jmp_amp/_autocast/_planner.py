@@ -266,7 +266,7 @@ class _PlanBuilder:
 
     def _sums(self, i: int, step: Step) -> tuple[int, ...]:
         """Returns the operands that an equation reads in 16 bits, as many others do."""
-        places = enumerate(zip(self._operands[i], step.casts, strict=True))
+        places = enumerate(zip(self._operands[i], step.casts, strict=True)) if not self._region.is_linear else ()
         return tuple([j for j, (x, cast) in places if cast is None and len(x.readers) > _FEW and x.value.is_half])
 
     def _decide(self, i: int) -> bool:

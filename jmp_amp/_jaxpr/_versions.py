@@ -174,10 +174,10 @@ def is_compiled() -> bool:
     return "jax._src.pjit.cache_miss" in names or ("jax._src.pjit.jit_trace" in names and not for_shapes)
 
 
-def is_traced_by(module: str) -> bool:
-    """Whether a transformation of JAX traces here, named by its module: `"checkify"`, or `"ad_checkpoint"`."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    return any(frame.f_globals.get("__name__") == f"jax._src.{module}" for frame, _ in frames)
+def is_traced_by(module: str, function: str = "") -> bool:
+    """Whether JAX traces here by a module, `"checkify"` or `"ad_checkpoint"`, or by a function of it."""
+    frames = [f for f, _ in traceback.walk_stack(inspect.currentframe()) if function in ("", f.f_code.co_name)]
+    return any(frame.f_globals.get("__name__") == f"jax._src.{module}" for frame in frames)
 
 
 def hi_primitive(eqn: JaxprEqn) -> Any:

@@ -226,6 +226,56 @@ def test_a_region_in_the_code_reads_what_is_low_around_it(region):
     assert got <= by_hand + 4 * EPSILON["bfloat16"]
 
 
+def plain(w, x):
+    return context(jnp.dot, w, x)
+
+
+@jax.custom_jvp
+def with_a_jvp(w, x):
+    return plain(w, x)
+
+
+with_a_jvp.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+
+
+@jax.custom_vjp
+def with_a_vjp(w, x):
+    return plain(w, x)
+
+
+with_a_vjp.defvjp(lambda w, x: jax.vjp(plain, w, x), lambda pull, cotangent: pull(cotangent))
+
+AROUND = {
+    "custom_jvp": lambda low, s: jax.grad(lambda w: s * loss(amp.autocast(with_a_jvp, low), w, X)),
+    "custom_vjp": lambda low, s: jax.grad(lambda w: s * loss(amp.autocast(with_a_vjp, low), w, X)),
+    "autocast": lambda low, s: amp.autocast(jax.grad(lambda w: s * loss(plain, w, X)), low),
+}
+
+
+@pytest.mark.parametrize("low", EPSILON)
+@pytest.mark.parametrize("around", AROUND)
+def test_derivatives_around_a_loop(around, low):
+    got = jax.jit(AROUND[around](low, SCALE[low]))(W) / SCALE[low]
+    assert error(got, jax.grad(lambda w: loss(plain, w, X))(W)) <= 4 * EPSILON[low]
+
+
+def read_in_a_loop(x):
+    z = x @ W
+    return lax.scan(lambda c, _: (c + 0.1 * z, z * 0.5), jnp.zeros_like(x), None, 5)
+
+
+def read_by_many(x):
+    z = x @ W
+    return sum((0.1 * i * z) @ W for i in range(12))
+
+
+@pytest.mark.parametrize("fun", [read_in_a_loop, read_by_many])
+def test_what_is_linear_can_be_transposed(fun):
+    cotangent = jax.tree.map(lambda out: jnp.ones(out.shape), jax.eval_shape(fun, X))
+    got, want = (jax.linear_transpose(f, X)(cotangent)[0] for f in (amp.autocast(fun, "bfloat16"), fun))
+    assert error(got, want) <= 4 * EPSILON["bfloat16"]
+
+
 def sums_of_cotangents(n, low="bfloat16"):
     """The dtypes in which the cotangents of a value that `n` ops read are added up."""
 
