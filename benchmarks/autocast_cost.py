@@ -26,7 +26,7 @@ from models import CASES, MORE_CASES, accumulated, by_expert, cast_whole, decodi
 from report import arguments, head, report, row
 
 import jmp_amp as amp
-from jmp_amp._autocast import _api, _options, _rewrites
+from jmp_amp._autocast import _api, _planner, _rewrites
 from jmp_amp._ops import RULES, ResultKind, Rule
 
 # Programs, and what they cost
@@ -260,7 +260,7 @@ def changed(change):
     def each(rule):
         return change(rule) if isinstance(rule, Rule) else lambda params, avals: change(rule(params, avals))
 
-    return patched(_options, "RULES", {name: each(rule) for name, rule in RULES.items()})
+    return patched(_planner, "RULES", {name: each(rule) for name, rule in RULES.items()})
 
 
 def without_biases(rule):
