@@ -36,9 +36,10 @@ __all__ = [
     "collectives",
     "compile_for",
     "cost",
+    "cost_in_a_process",
+    "cost_on",
     "fused_by_triton",
     "h200_mesh",
-    "in_a_process",
     "lower_for",
     "mesh",
     "products",
@@ -147,10 +148,15 @@ def compile_for(fun, *args, **jit_kwargs):
     return lower_for(fun, *args, **jit_kwargs).compile()
 
 
-def in_a_process(fun, *args):
-    """Calls a function in a process of its own: the compiler of Mosaic GPU kernels keeps the first kind of GPU."""
+def cost_on(target, fun, *args):
+    """The `cost` of `fun`, compiled for a GPU of the kind `target`, for arguments of these shapes and dtypes."""
+    return cost(compile_for(fun, *struct(mesh(target), args)))
+
+
+def cost_in_a_process(target, fun, *args):
+    """`cost_on` in a process of its own: the compiler of Mosaic GPU kernels keeps the first kind of GPU."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(fun, *args).result()
+        return pool.submit(cost_on, target, fun, *args).result()
 
 
 def main():

@@ -51,10 +51,9 @@ def test_a_t4_multiplies_float32_where_bfloat16_is_asked_for():
     assert dtypes_of_products("T4", "bfloat16") == {("f32", "f32"): small_net.PRODUCTS}
 
 
-def check(op, implementation, target):
+def launches(op, implementation, target, cost=gpu_aot.cost_on):
     """Launches of kernels, and of all, of an op on `LEAVES`."""
-    fun = functools.partial(OPS[op], implementation=implementation)
-    figures = gpu_aot.cost(compiled(fun, (LEAVES, Shape((), jnp.float32)), target))
+    figures = cost(target, functools.partial(OPS[op], implementation=implementation), LEAVES, Shape((), jnp.float32))
     return figures["kinds"].get("custom-call", 0), figures["kernels"]
 
 
@@ -62,19 +61,19 @@ def check(op, implementation, target):
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_the_kernel_of_a_gpu_reads_all_leaves_in_one_launch(op, target):
-    kernels, launches = gpu_aot.in_a_process(check, op, KERNELS[target], target)
+    kernels, of_all = launches(op, KERNELS[target], target, gpu_aot.cost_in_a_process)
     assert kernels == 1
-    assert launches <= 4
+    assert of_all <= 4
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("op", OPS)
 def test_a_t4_is_served_by_plain_jax(op):
-    kernels, launches = check(op, None, "T4")
+    kernels, of_all = launches(op, None, "T4")
     assert kernels == 0
-    assert launches <= 2 * len(LEAVES)
+    assert of_all <= 2 * len(LEAVES)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Ampere"):  # why it has no kernel
-        check(op, "triton", "T4")
+        launches(op, "triton", "T4")
 
 
 def train_step(implementation=None):
