@@ -308,6 +308,13 @@ def variable_of(x: Any) -> Any:
     return getattr(source, "val", source) if isinstance(source, jax.core.Tracer) else source
 
 
+def argument_names(tracers: Sequence[Any], like: Any) -> list[str]:
+    """Returns the names, as JAX's errors write them, of those tracers that are arguments in the trace of `like`."""
+    frame = getattr(source_of(like)._trace, "frame", None)
+    names = {} if frame is None else dict(zip(frame.invars, frame.debug_info.arg_names or (), strict=False))
+    return [names[x.val] for x in tracers if getattr(x, "val", None) in names]
+
+
 def operands_of(eqn: Any) -> list[Any]:
     """Returns the variables and literals that an equation reads, while it is traced or afterwards."""
     return [variable_of(x) for x in eqn.invars]

@@ -18,7 +18,7 @@ from jmp_amp import _modules
 from jmp_amp._calls import describe, quote, transformation
 from jmp_amp._loss_scale._gradients import is_overwritten, multiply
 from jmp_amp._loss_scale._rule import to_scale, warn_if_constant
-from jmp_amp._loss_scale._scaled_grads import mark_scaled
+from jmp_amp._loss_scale._scaled_grads import mark_scaled, note_scale
 from jmp_amp._loss_scale._state import find_state
 from jmp_amp._products import is_float8_scale
 from jmp_amp._trees import is_inexact, wide_dtype
@@ -139,6 +139,7 @@ def value_and_grad(
         (loss, aux), grads = evaluate(*args, **kwargs)
         if is_scaled:
             loss, grads = mark_scaled(loss, grads)
+            note_scale(grads, loss_scale)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_scaled_grad

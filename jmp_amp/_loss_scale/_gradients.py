@@ -17,6 +17,9 @@ from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
 UNSCALE, CHECK = "unscale", "overflow_check"  # mark both of gradients
+# Mark the reciprocal of a scale: of one that is always 1, of one that `grads_finite=` keeps equal to others, of any
+# other one; and the scale of the next step.
+NO_SCALE, EQUAL_SCALE, OWN_SCALE, NEXT_SCALE = "no_scale", "equal_scale", "own_scale", "next_scale"
 
 
 def unscale(tree: Any, factor: jax.Array) -> Any:
@@ -141,6 +144,11 @@ def _is_typed(name: Any) -> bool:
         ) from None
 
 
+def at(path: Any) -> str:
+    """Returns the place of the gradient of a leaf in a message."""
+    return f"at `{keystr(path)}`" if path else "of the parameters"
+
+
 def differentiated(params: Any) -> Any:
     """Returns the tree that the gradients are of: the fast parameters of `optax.LookaheadParams`."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -166,8 +174,9 @@ def check_leaves(grads: Any, params: Any) -> None:
         check_shapes("gradient", grads, params, "reduce or index it to the shape of the parameter")
     for path, x in params_by_path.items():
         if is_value(x) and not any(path[:i] in grads_by_path for i in range(len(path) + 1)):
+            name = f"the parameter `{keystr(path)}` has" if path else "the parameters have"
             raise ValueError(
-                f"the parameter `{keystr(path)}` has no gradient; differentiate with respect to it, or, "
+                f"{name} no gradient; differentiate with respect to it, or, "
                 "if it is frozen, replace it with None in both the gradients and the parameters"
             )
 
@@ -179,7 +188,7 @@ def check_shapes(name: str, tree: Any, params: Any, cure: str) -> None:
         param: Any = params_by_path.get(path)
         if is_value(x) and is_value(param) and jnp.shape(x) != jnp.shape(param):
             raise ValueError(
-                f"the {name} at `{keystr(path)}` has shape {jnp.shape(x)}, but its parameter has shape "
+                f"the {name} {at(path)} has shape {jnp.shape(x)}, but its parameter has shape "
                 f"{jnp.shape(param)}; {cure}"
             )
 

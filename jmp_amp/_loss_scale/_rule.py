@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, quote, warn
-from jmp_amp._loss_scale._gradients import UNSCALE, with_overwritten, without_overwritten
+from jmp_amp._loss_scale._gradients import NEXT_SCALE, UNSCALE, with_overwritten, without_overwritten
 from jmp_amp._loss_scale._scaled_grads import SCALE, check_scaled
 from jmp_amp._trees import multiply_wide
 
@@ -176,7 +176,7 @@ class LossScale:
         """
         from pallas_kernels import unscale_check
 
-        check_grads_of(state, tree, None, "move it behind `LossScale.unscale`", self, may_be_number=True)
+        check_grads_of(state, tree, None, "move it behind `LossScale.unscale`", self, may_be="number")
         leaves, factor = without_overwritten(tree), 1 / state.loss_scale
         with jx.marked(UNSCALE):
             unscaled_grads, is_finite, _ = unscale_check(leaves, factor, implementation=implementation)
@@ -206,7 +206,8 @@ class LossScale:
             grown = jnp.where(grown <= self.max_scale, grown, ceiling if self.clamp_growth else scale)
             backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
             after_overflow = jnp.where(overflows_left == 0, backed_off, scale)
-            scale = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
+            with jx.marked(NEXT_SCALE):
+                scale = jnp.where(is_finite, jnp.where(grows, grown, scale), after_overflow)
         return LossScaleState(
             loss_scale=jnp.where(is_scale(state.loss_scale), scale, self.init_scale),
             growth_tracker=jnp.where(is_finite, jnp.where(grows, -self.growth_delay, tracker), -self.overflow_delay),
@@ -315,23 +316,21 @@ def warn_if_constant(source: Any, traced: Any) -> None:
         )
 
 
-def check_grads_of(
-    source: Any, grads: Any, params: Any, cure: str, rule: Any = None, *, may_be_number: bool = False
-) -> None:
+def check_grads_of(source: Any, grads: Any, params: Any, cure: str, rule: Any = None, may_be: str = "") -> None:
     """Raises ValueError, or warns, if gradients are not those of a loss that was multiplied by a scale.
 
     Args:
         source: the `LossScaleState` of `rule`, or the scale.
         grads: the gradients.
-        params: as in `check_scaled`, as are `cure` and `may_be_number`, which the scale of a static rule may be.
+        params: as in `check_scaled`, as are `cure` and `may_be`; the scale of a static rule may be a number.
         cure: likewise.
         rule: that of the state.
-        may_be_number: likewise.
+        may_be: likewise.
     """
     warn_if_constant(source, grads)
     is_static = rule is not None and isinstance(source, LossScaleState) and rule.is_static
     scale = 1.0 if is_static and rule.init_scale == 1 else getattr(source, "loss_scale", source)
-    check_scaled(grads, scale, params, cure, may_be_number=may_be_number or is_static)
+    check_scaled(grads, scale, params, cure, "number" if is_static else may_be)
 
 
 def to_number(name: str, value: Any) -> float:

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
-from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, is_overwritten
+from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, at, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
 # The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
 SCALE, _LOSS, _SCALED = "amp.loss_scale", "amp.loss", "amp.scaled_grads"
 _UNKNOWN = Unit(is_data_free=False)
 _read_from = jx.Cache()  # of a traced scale, what is in the states that it was read from
+_scale_of = jx.Cache()  # of traced gradients, the scale of their loss
 
 
 def mark_scaled(loss: Any, grads: Any) -> tuple[Any, Any]:
@@ -30,6 +30,13 @@ def mark_scaled(loss: Any, grads: Any) -> tuple[Any, Any]:
     return mark((), loss, _LOSS), jax.tree.map_with_path(mark, grads)
 
 
+def note_scale(grads: Any, scale: Any) -> None:
+    """Keeps, for `check_scaled`, which traced scale, if it is read from a state, multiplies marked gradients."""
+    if _is_traced(source := jx.versions.source_of(scale)) and _read_from(source, None, list):
+        for x in _tracers(grads):
+            _scale_of(jx.versions.source_of(x), None, lambda: weakref.ref(source))
+
+
 def note_state(scale: Any, states: Any) -> None:
     """Keeps, for `check_scaled`, that what states of optimizers hold beside a traced scale is not multiplied by it."""
     if _is_traced(source := jx.versions.source_of(scale)):
@@ -37,7 +44,7 @@ def note_state(scale: Any, states: Any) -> None:
         _read_from(source, None, list).extend(weakref.ref(x) for x in tracers if _is_traced(x) and x is not source)
 
 
-def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_number: bool) -> None:
+def check_scaled(grads: Any, scale: Any, params: Any, cure: str, may_be: str) -> None:
     """Raises ValueError if the traced program shows that `grads` are not the gradients of a loss times `scale`.
 
     They are not if they come from `unscale`, also through a chain of transformations; or if the backward pass of a loss
@@ -55,7 +62,8 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
         scale: what divides the gradients: traced, or a number.
         params: the parameters, or None.
         cure: what to do with a transformation of scaled gradients.
-        may_be_number: whether the loss may have been multiplied by a number, in place of a traced scale.
+        may_be: what may have multiplied the loss in place of the scale: `"equal"` for that of another state, which is
+            equal, `"number"` for a number too.
     """
     pairs = jax.tree.leaves_with_path(grads)
     leaves = [(path, x) for path, x in pairs if _is_traced(x) and not is_overwritten(path, x)]
@@ -64,12 +72,12 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
     for path, x in leaves[:4]:
         if _is_unscaled(x):
             raise ValueError(_unscaled_before(path))
-    if error := _BeforeUpdate(scale, params, cure).find_error(leaves):
+    if error := _BeforeUpdate(scale, params, cure, has_others=not may_be).find_error(leaves):
         raise ValueError(error)
-    is_traced = _is_traced(scale) and not may_be_number
+    is_traced = _is_traced(scale) and may_be != "number"
     if is_traced and not _may_depend_on([x for _, x in leaves[:4]], scale, params):
         raise ValueError(
-            f"the gradient at `{keystr(leaves[0][0])}` does not depend on the loss scale, so it must not be divided by "
+            f"the gradient {at(leaves[0][0])} does not depend on the loss scale, so it must not be divided by "
             "it; write `amp.value_and_grad(loss_fn, opt_state=opt_state)`, disable loss scaling with "
             "`dynamic_loss_scale(inner, LossScale.none())`, or pass the factor of the loss as "
             "`tx.update(..., loss_scale=number)`"
@@ -79,9 +87,10 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, *, may_be_numbe
 class _BeforeUpdate(UnitAnalysis):
     """The units of what a step does between the backward pass and `update`."""
 
-    def __init__(self, scale: Any, params: Any, cure: str) -> None:
-        """Takes the scale, the parameters, and what to do with a transformation of scaled gradients."""
-        super().__init__(1)
+    def __init__(self, scale: Any, params: Any, cure: str, *, has_others: bool) -> None:
+        """Takes the scale, the parameters, what to do with a transformation, and whether other scales are wrong."""
+        super().__init__(2)  # the second scale is that of another state
+        self._own = scale if has_others else None
         self._cure = f"between `amp.value_and_grad` and `update`, gradients are multiplied by the loss scale: {cure}"
         self._gradient = self.scales[0]._replace(is_data_free=False)
         references = _read_from(source, None, list) if _is_traced(source := jx.versions.source_of(scale)) else []
@@ -97,6 +106,7 @@ class _BeforeUpdate(UnitAnalysis):
         behind = jx.tracers_behind(*tracers, enters=_is_entered, with_flags=True)
         if not any(_holds(eqn, _is_mark) for eqn in _parents(behind)):
             return None
+        names = self._find_other(behind)
         units = _infer_units(self, behind, tracers, self._known, _UNKNOWN)
         for error in self.errors:
             if any(error in unit.origins for unit in units):
@@ -105,10 +115,28 @@ class _BeforeUpdate(UnitAnalysis):
             if not unit.is_data_free and unit.powers not in (None, self._gradient.powers):
                 if UNSCALE in unit.origins:
                     return _unscaled_before(path)
+                if names and unit.powers == self.scales[1].powers:
+                    return _of_another_scale(path, *names)
                 eqn = jx.versions.parent_of(jx.versions.source_of(x))
                 where = f"{_where([eqn])}, " if eqn is not None else ""
-                return f"{where}the gradient at `{keystr(path)}` becomes {describe_unit(unit)}; {self._cure}"
+                return f"{where}the gradient {at(path)} becomes {describe_unit(unit)}; {self._cure}"
         return None
+
+    def _find_other(self, behind: Sequence[Any]) -> tuple[str, str] | None:
+        """Returns the names of the scale of another state that multiplies some of these gradients, and of the own one.
+
+        Both are arguments, or are computed from different ones.
+        """
+        found = None
+        for x in behind if _is_traced(self._own) else ():
+            if (eqn := jx.versions.parent_of(x)) is not None and _is_mark(eqn):
+                scales = _scale_of(x, None, lambda: lambda: None)(), self._own
+                names = [jx.versions.argument_names(jx.tracers_behind(scale), self._own) for scale in scales]
+                if all(names) and {*names[0]}.isdisjoint(names[1]):
+                    found = names[0][0], names[1][0]
+                    self._known[id(jx.versions.variable_of(scales[0]))] = self.scales[1]
+                    self._known[id(jx.versions.variable_of(x))] = self.scales[1]._replace(is_data_free=False)
+        return found
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line."""
@@ -133,8 +161,17 @@ class _BeforeUpdate(UnitAnalysis):
 
 def _unscaled_before(path: Any) -> str:
     return (
-        f"the gradient at `{keystr(path)}` was already unscaled, by `unscale_and_check`, `dynamic_loss_scale` or "
+        f"the gradient {at(path)} was already unscaled, by `unscale_and_check`, `dynamic_loss_scale` or "
         "`LossScale.unscale`; keep only one, `dynamic_loss_scale` around the whole optimizer if there is one"
+    )
+
+
+def _of_another_scale(path: Any, other: str, own: str) -> str:
+    return (
+        f"the gradient {at(path)} was multiplied by the loss scale `{other}`, but is divided by `{own}`, and "
+        "these differ once one of them backs off alone; hand on the scale that multiplied the loss, `tx.update(..., "
+        "loss_scale=scale)`, or let both states skip together, so that their scales stay equal: pass `grads_finite="
+        "amp.all_finite(grads)`, of the gradients of both, to each `update`"
     )
 
 

@@ -14,6 +14,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
+from jmp_amp._loss_scale._gradients import EQUAL_SCALE, NO_SCALE, OWN_SCALE
 from jmp_amp._loss_scale._rule import (
     LossScale,
     LossScaleState,
@@ -97,7 +98,7 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        check_grads_of(loss_scale, updates, params, "move it behind `unscale_and_check()`", may_be_number=True)
+        check_grads_of(loss_scale, updates, params, "move it behind `unscale_and_check()`", may_be="number")
         factor = 1 / to_scale(loss_scale)
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
@@ -228,12 +229,12 @@ def dynamic_loss_scale(
     def update(
         updates: optax.Updates, state: DynamicLossScaleState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, DynamicLossScaleState]:
-        given_scale, grads_finite = extra_args.pop("loss_scale", None), extra_args.pop("grads_finite", True)
-        factor = 1 / _checked_scale(updates, state, params, given_scale, loss_scale)
+        given_scale, grads_finite = extra_args.pop("loss_scale", None), extra_args.pop("grads_finite", None)
+        factor = _checked_factor(updates, state, params, loss_scale, given_scale, grads_finite is not None)
         is_finite, squares, by_path = _gradients.check_grads(
             updates, factor, axis_name, implementation, nonfinite_leaves
         )
-        is_finite &= to_flag("grads_finite", grads_finite)
+        is_finite &= to_flag("grads_finite", True if grads_finite is None else grads_finite)
         # Frozen parameters may have no gradient.
         flags = jax.tree.map_with_path(lambda path, x: by_path.get(path, jnp.zeros_like(x)), state.nonfinite_leaves)
         if max_norm is not None:
@@ -258,8 +259,8 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked_scale(grads: Any, state: Any, params: Any, given: Any, rule: LossScale) -> jax.Array:
-    """Returns the scale of gradients: that which `update` got, or that of the state.
+def _checked_factor(grads: Any, state: Any, params: Any, rule: LossScale, given: Any, is_shared: bool) -> jax.Array:
+    """Returns the reciprocal of the scale of gradients: of that which `update` got, or of that of the state.
 
     Raises TypeError or ValueError, or warns, if what `update` got does not match.
     """
@@ -267,8 +268,13 @@ def _checked_scale(grads: Any, state: Any, params: Any, given: Any, rule: LossSc
     check_type("state", state, DynamicLossScaleState, cure)
     if params is not None:
         _gradients.check_leaves(grads, params)
-    check_grads_of(state.loss_scale if given is None else given, grads, params, _MOVE_INSIDE, rule)
-    return state.loss_scale.loss_scale if given is None else to_scale(given)
+    if given is not None:
+        check_grads_of(given, grads, params, _MOVE_INSIDE, may_be="equal")
+        return 1 / to_scale(given)
+    check_grads_of(state.loss_scale, grads, params, _MOVE_INSIDE, rule, may_be="equal" if is_shared else "")
+    is_one = rule.is_static and rule.init_scale == 1
+    with jx.marked(NO_SCALE if is_one else EQUAL_SCALE if is_shared else OWN_SCALE):
+        return 1 / state.loss_scale.loss_scale
 
 
 _MOVE_INSIDE = (

@@ -187,3 +187,144 @@ def test_one_inside_another_is_an_error():
     tx = amp.dynamic_loss_scale(optax.chain(amp.dynamic_loss_scale(optax.sgd(1.0)), optax.identity()))
     with pytest.raises(ValueError, match=r"inside another one, at `inner`\[0\].*wrap the whole optimizer once"):
         tx.init(jnp.ones(2))
+
+
+# One loss of two parameters, each with an optimizer and its state.
+
+PAIR = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale(growth_interval=1))
+MATRIX = jnp.linspace(0.5, 1, 9).reshape(3, 3)
+
+
+def pair_grads(f, g, **options):
+    return amp.grad(lambda f, g: jnp.mean((MATRIX @ f @ g) ** 2), argnums=(0, 1), **options)(f, g)
+
+
+def by_another_scale(states):
+    grads = pair_grads(MATRIX, MATRIX, opt_state=states[0])
+    return [PAIR.update(g, state, MATRIX) for g, state in zip(grads, states, strict=True)]
+
+
+def by_the_other_one(states):
+    return by_another_scale(states[::-1])
+
+
+def by_a_scale_that_is_read_first(states):
+    grads = pair_grads(MATRIX, MATRIX, loss_scale=amp.get_loss_scale(states[1]))
+    return [PAIR.update(g, state, MATRIX) for g, state in zip(grads, states, strict=True)]
+
+
+def with_the_scale_handed_on(states):
+    scale = amp.get_loss_scale(states[0])
+    grads = pair_grads(MATRIX, MATRIX, loss_scale=scale)
+    return [PAIR.update(g, state, MATRIX, loss_scale=scale) for g, state in zip(grads, states, strict=True)]
+
+
+def skipping_together(states):
+    grads = pair_grads(MATRIX, MATRIX, opt_state=states[0])
+    flag = amp.all_finite(grads)
+    return [PAIR.update(g, state, MATRIX, grads_finite=flag) for g, state in zip(grads, states, strict=True)]
+
+
+def with_their_own_scales(states):
+    scale = jnp.minimum(*map(amp.get_loss_scale, states))
+    grads = pair_grads(MATRIX, MATRIX, loss_scale=scale)
+    grads = [g * (amp.get_loss_scale(state) / scale) for g, state in zip(grads, states, strict=True)]
+    return [PAIR.update(g, state, MATRIX) for g, state in zip(grads, states, strict=True)]
+
+
+def by_a_quotient(states):
+    first, second = pair_grads(MATRIX, MATRIX, opt_state=states[0])
+    second = second * (amp.get_loss_scale(states[1]) / amp.get_loss_scale(states[0]))
+    return [PAIR.update(g, state, MATRIX) for g, state in zip((first, second), states, strict=True)]
+
+
+def with_the_scale_of_the_first(states):
+    state = amp.set_loss_scale(states[1], amp.get_loss_scale(states[0]))
+    return by_another_scale([states[0], state])
+
+
+def with_a_loss_each(states):
+    grads = [pair_grads(MATRIX, MATRIX, opt_state=state)[i] for i, state in enumerate(states)]
+    return [PAIR.update(g, state, MATRIX) for g, state in zip(grads, states, strict=True)]
+
+
+def all_pairs_of_states():
+    state = PAIR.init(MATRIX)
+    lower = amp.set_loss_scale(state, 2.0**12)
+    return [(state, state), (lower, state), (state, lower)]
+
+
+AROUND = {
+    "jit": lambda step, states: jax.jit(step)(states),
+    "vmap": lambda step, states: jax.jit(jax.vmap(step))(jax.tree.map(lambda x: x[None], states)),
+    "scan": lambda step, states: jax.lax.scan(
+        lambda states, _: ([state for _, state in step(states)], None), [*states], length=2
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("step", [by_another_scale, by_the_other_one, by_a_scale_that_is_read_first])
+def test_the_scale_of_another_state_raises_with_the_names_of_both(step, around):
+    names = r"`\S*\[\d\]\.loss_scale\.loss_scale`"
+    message = rf"was multiplied by the loss scale {names}, but is divided by {names}.*loss_scale=.*grads_finite="
+    with pytest.raises(ValueError, match=message) as raised:
+        AROUND[around](step, all_pairs_of_states()[0])
+    other, own = str(raised.value).split("`")[1], str(raised.value).split("`")[3]
+    assert other != own
+    if step is not by_another_scale:  # the second state has the scale
+        return
+    with pytest.raises(ValueError, match=message):
+        amp.debug.check_loss_scaling(step)(all_pairs_of_states()[0])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        with_the_scale_handed_on,
+        skipping_together,
+        with_their_own_scales,
+        by_a_quotient,
+        with_the_scale_of_the_first,
+        with_a_loss_each,
+    ],
+)
+def test_one_loss_with_two_optimizers_is_right_while_their_scales_differ(step):
+    want = [-0.1 * g for g in pair_grads(MATRIX, MATRIX)]
+    pairs = all_pairs_of_states()
+    for states in pairs[:1] if step is skipping_together else pairs:  # these stay equal
+        for (updates, _), expected in zip(jax.jit(step)(states), want, strict=True):
+            np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    amp.debug.check_loss_scaling(step)(pairs[1])
+
+
+def test_states_that_skip_together_keep_equal_scales():
+    states = all_pairs_of_states()[0]
+    for bad in (0, np.inf, 0):
+
+        def step(states, bad=bad):
+            first, second = pair_grads(MATRIX, MATRIX, opt_state=states[0])
+            flag = amp.all_finite((first + bad, second))
+            return [
+                PAIR.update(g, state, MATRIX, grads_finite=flag)[1]
+                for g, state in zip((first + bad, second), states, strict=True)
+            ]
+
+        states = jax.jit(step)(states)
+        assert amp.get_loss_scale(states[0]) == amp.get_loss_scale(states[1])
+    assert amp.metrics(states[1])["total_notfinite"] == 1
+
+
+def test_a_scale_that_is_an_argument_or_static_may_be_any_states():
+    static = amp.dynamic_loss_scale(optax.sgd(0.1), amp.LossScale.static(64.0))
+
+    def by_argument(scale, state):
+        return PAIR.update(pair_grads(MATRIX, MATRIX, loss_scale=scale)[0], state, MATRIX)
+
+    def of_equal_rules(states):
+        grads = pair_grads(MATRIX, MATRIX, opt_state=states[0])
+        return [static.update(g, state, MATRIX) for g, state in zip(grads, states, strict=True)]
+
+    state = PAIR.init(MATRIX)
+    jax.eval_shape(by_argument, amp.get_loss_scale(state), state)
+    jax.eval_shape(of_equal_rules, [static.init(MATRIX), static.init(MATRIX)])
