@@ -103,6 +103,8 @@ class Rule(NamedTuple):
         kind: how the elements of the result come from the elements of the operands.
         demand: how rounding errors of the operands grow, as in `sin` or `cholesky`; `NONE` if they do not.
         n_demanding: of how many operands, the first ones, that is so; None if of all.
+        n_values: how many operands, the first ones, have the unit of the results, as the cotangents of a pooling do;
+            others choose their elements, or multiply some of them. None if all.
         fuses: XLA fuses the op with its readers. If all of them read float32, evaluating the op in float32 costs no
             memory.
         terms: how many elements a product sums for each of its result; 0 for other ops.
@@ -127,6 +129,7 @@ class Rule(NamedTuple):
     kind: ResultKind = ResultKind.OTHER
     demand: int = Demand.NONE
     n_demanding: int | None = None
+    n_values: int | None = None
     fuses: bool = False
     terms: Any = 0
     columns: tuple[Any, ...] = ()
@@ -477,7 +480,8 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     # Sums over many terms.
     "reduce_sum cumsum reduce_window_sum": _FULL._replace(kind=ResultKind.TOTAL),
     "reduce_prod cumprod cumlogsumexp": _FULL,
-    "scatter-add scatter-sub scatter-mul": _FULL._replace(kind=ResultKind.CHOSEN, jaxpr_params=("update_jaxpr",)),
+    "scatter-add scatter-sub": _SCATTER._replace(op_class=OpClass.FULL),
+    "scatter-mul": _SCATTER._replace(op_class=OpClass.FULL, n_values=1),
     "integer_pow": _integer_pow,
     # Several operands of one dtype.
     "add": _PAIRWISE._replace(kind=ResultKind.SUM, fold=np.add),
@@ -495,7 +499,8 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "atan2": _PROMOTE,
     "scatter": _scatter,
     "scatter-min scatter-max": _SCATTER,
-    "select_and_scatter_add select_and_gather_add dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
+    "select_and_scatter_add select_and_gather_add": _PROMOTE._replace(kind=ResultKind.CHOSEN, n_values=1),
+    "dynamic_update_slice": _PROMOTE._replace(kind=ResultKind.CHOSEN),
     "concatenate pad": _PROMOTE._replace(kind=ResultKind.MOVED, move_axes=_no_axes),
     "stack": _PROMOTE._replace(kind=ResultKind.MOVED),
     # Bounded or exact in any dtype.

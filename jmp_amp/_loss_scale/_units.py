@@ -42,6 +42,11 @@ class Unit(NamedTuple):
         """Whether the value is data that a loss scale multiplies."""
         return not self.is_data_free and any(self.powers or ())
 
+    @property
+    def is_scale(self) -> bool:
+        """Whether the value is computed from loss scales alone, and is multiplied by one."""
+        return self.is_data_free and any(self.powers or ())
+
 
 _EPSILON = 1e-4  # smaller constants avoid a division by 0, and clip nothing
 
@@ -126,7 +131,7 @@ class UnitAnalysis:
         if casts_integers or (rule.op_class is OpClass.FOLLOW and len(operands) == len(eqn.outvars) > 1):
             return operands
         origins = _join(operands)
-        units = [unit for unit, atom in zip(operands, atoms, strict=True) if jx.is_inexact(atom)]
+        units = [unit for unit, atom in zip(operands, atoms, strict=True) if jx.is_inexact(atom)][: rule.n_values]
         flags = [unit for unit in operands if unit.finds_nonfinite]
         marks = any(unit.is_data_free and NONFINITE in unit.origins for unit in units)
         if rule.kind is ResultKind.SELECTED and flags and not marks and any(unit.is_scaled for unit in units):
@@ -212,7 +217,10 @@ class UnitAnalysis:
 
 def describe_unit(unit: Unit) -> str:
     """Returns the unit in words, as `"a value multiplied by the loss scale"`."""
-    power = next(filter(None, unit.powers or ()), 0)
+    powers = [power for power in unit.powers or () if power]
+    power = next(iter(powers), 0)
+    if sum(powers) == 0 != power:
+        return "a value multiplied by one loss scale and divided by another"
     if abs(power) not in (0, 1):
         return f"a value multiplied by the loss scale to the power {power}"
     verb = "multiplied" if power > 0 else "divided"

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -253,3 +254,49 @@ def test_an_overridden_primitive_is_differentiated():
         for op_class in CLASSES:
             fun = amp.autocast(lambda x: jnp.sum(jnp.exp(scatter(lax.scatter_add, x @ W) + x)), rules={key: op_class})
             assert np.isfinite(jax.grad(fun)(X)).all()
+
+
+# Programs of more than one op, whose derivatives read values and cotangents side by side.
+SYMMETRIC = lambda x: x @ x.T + 8 * jnp.eye(8)  # noqa: E731
+WITH_DERIVATIVES = PROGRAMS | {
+    "cholesky": lambda x: jnp.linalg.cholesky(SYMMETRIC(x)),
+    "eigh": lambda x: jnp.linalg.eigh(SYMMETRIC(x)),
+    "lu": lambda x: jax.scipy.linalg.lu(SYMMETRIC(x)),
+    "qr": lambda x: jnp.linalg.qr(SYMMETRIC(x)),
+    "svd": lambda x: jnp.linalg.svd(x + W, full_matrices=False),
+    "a solver": lambda x: jnp.linalg.solve(SYMMETRIC(x), x),
+    "an iterative solver": lambda x: jax.scipy.sparse.linalg.cg(SYMMETRIC(x), x[0])[0],
+    "triangular_solve": lambda x: lax.linalg.triangular_solve(SYMMETRIC(x), x, left_side=True, lower=True),
+    "tridiagonal_solve": lambda x: lax.linalg.tridiagonal_solve(x[0], x[1] + 4, x[2], x),
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 10),
+    "random_gamma": lambda x: jax.random.gamma(jax.random.key(0), x),
+    "scatter-mul": lambda x: x.at[jnp.array([1, 2])].mul(x[:2], unique_indices=True),
+    "values sorted by keys": lambda x: lax.sort((x, 2 * x), num_keys=1),
+    "a median": lambda x: jnp.median(x, axis=0),
+    "a maximum a segment": lambda x: jax.ops.segment_max(x, jnp.arange(8) // 2, 4),
+    "a product by a scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    "an interpolation": lambda x: jnp.interp(x[0], jnp.sort(x[1]), x[2]),
+    "a clip by arrays": lambda x: jnp.clip(x, x - 1, 0.5 * x + 0.1),
+    "a derivative of a pooling": lambda x: jax.grad(lambda x: jnp.sum(pooled(lax.max, x, -jnp.inf) ** 3))(x),
+}
+# JAX has no derivative of these.
+WITHOUT = {"igamma_grad_a", "pmax", "pmin", "regularized_incomplete_beta", "zeta"}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", sorted(WITH_DERIVATIVES.keys() - NEW - WITHOUT))
+def test_a_right_step_with_a_derivative_of_it_passes_the_check_of_the_loss_scale(name):
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def loss_fn(w, x):
+        results = jax.tree.leaves(WITH_DERIVATIVES[name](x * w))
+        inexact = [out.astype("complex64") for out in results if jnp.issubdtype(out.dtype, jnp.inexact)]
+        return sum(jnp.sum(jnp.abs(out) ** 2) for out in inexact) + jnp.sum(w)
+
+    def step(w, state, x):
+        loss, grads = amp.value_and_grad(loss_fn, opt_state=state)(w, x)
+        updates, state = tx.update(grads, state, w)
+        return w + updates, state, loss
+
+    amp.debug.check_loss_scaling(step)(*jax.eval_shape(lambda: (X, tx.init(X), X)))
