@@ -1,13 +1,17 @@
 """`debug.check_loss_scaling` is silent on right train steps, and names the line of those that scale in two ways."""
 
 import functools
+import warnings
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
+from optax import contrib
 from optax_transformations import case_of, gradients, names, parameters
 
 import jmp_amp as amp
@@ -404,3 +408,282 @@ def test_wrong_calls():
         check(3)
     with pytest.raises(ValueError, match="no loss scale in the arguments, and `step` makes none; pass"):
         check(lambda x: x)(np.ones(3))
+
+
+# What a step that overflows leaves.
+
+
+def averaged(params, average, state, x, selects=False):
+    params, state, loss = train_step(TX, params, state, x)
+    new = optax.incremental_update(params, average, 0.1)
+    if selects:
+        finite = amp.metrics(state)["last_finite"]
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, average)
+    return params, new, state, loss
+
+
+def with_statistics(run, x):
+    params, state, loss = train_step(TX, run["params"], run["state"], x)
+    grads = amp.grad(loss_fn, opt_state=run["state"])(run["params"], x)
+    length = optax.tree.norm(grads) / amp.get_loss_scale(run["state"])
+    return run | {
+        "params": params,
+        "state": state,
+        "count": run["count"] + 1,
+        "key": jax.random.split(run["key"])[0],
+        "mean": 0.9 * run["mean"] + jnp.mean(x, 0),
+        "length": 0.9 * run["length"] + length,
+    }, loss
+
+
+TX = amp.dynamic_loss_scale(optax.sgd(0.1))
+STATE = TX.init(PARAMS)
+RUN = {"params": PARAMS, "state": STATE, "count": jnp.int32(0), "key": jax.random.key(0)}
+RUN |= {"mean": jnp.zeros(4), "length": jnp.float32(0)}
+
+
+def moved(step, *args):
+    """What the check says that a skipped step changes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(step)(*args)
+    assert len(caught) <= 1
+    for each in caught:
+        return str(each.message).partition(" changes ")[2].partition(". That is right for counts")[0]
+
+
+def test_what_a_skipped_step_changes_is_listed():
+    average = jax.tree.map(jnp.copy, PARAMS)  # equal to the parameters, until a step is taken
+    listed = "`average['b']`, `average['u']`, `average['w']`"
+    assert moved(averaged, PARAMS, average, STATE, X) == listed
+    assert moved(jax.jit(averaged, donate_argnums=(0, 1, 2)), PARAMS, average, STATE, X) == listed
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, average)))
+    assert moved(functools.partial(averaged, selects=True), PARAMS, average, STATE, X) is None
+    with jax.debug_nans(True):
+        listed = "`run['count']`, `run['key']`, `run['length']` (not finite), `run['mean']`"
+        assert moved(with_statistics, RUN, X) == listed
+
+
+def test_what_is_no_next_value_of_an_argument_is_not_listed():
+    def counted(run, x):
+        new, loss = with_statistics(run, x)
+        return new | {"mean": run["mean"], "length": run["length"]}, loss
+
+    def with_a_rate(params, state, rate, x):
+        return train_step(TX, params, state, x)
+
+    def logged(params, state, x):
+        jax.debug.callback(lambda n: pytest.fail("the step has run"), x[0, 0])
+        return train_step(TX, params, state, x)[:2], with_statistics(RUN, x)[0]
+
+    assert moved(counted, RUN, X) is None
+    assert moved(with_a_rate, PARAMS, STATE, jnp.float32(0.1), X) is None  # in the place of the loss
+    assert moved(logged, PARAMS, STATE, X) is None
+    assert moved(averaged, *jax.eval_shape(lambda: (PARAMS, PARAMS, STATE, X))) is None
+
+
+def test_the_next_value_of_an_argument_is_found_at_another_place():
+    def last(state, x, mean, params):
+        new, state, loss = train_step(TX, params, state, x)
+        return loss, new, state, 0.9 * mean + jnp.mean(x, 0)
+
+    assert moved(last, STATE, X, jnp.zeros(4), PARAMS) == "`mean`"
+    assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
+
+
+# Scales.
+
+RULE = LossScale(init_scale=4.0, growth_interval=1)
+
+
+def by_rule(params, scaling, x, unscale):
+    grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
+    new = RULE.update(scaling, amp.all_finite(grads))
+    grads = unscale(grads, scaling, new)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new
+
+
+def divided(grads, scale):
+    return jax.tree.map(lambda g: g / scale, grads)
+
+
+LINK = optax.chain(amp.unscale_and_check(), optax.identity())
+UNSCALES = {
+    "by the rule": lambda grads, scaling: RULE.unscale(scaling, grads)[0],
+    "by hand": lambda grads, scaling: divided(grads, scaling.loss_scale),
+    "by the link": lambda grads, scaling: LINK.update(grads, LINK.init(PARAMS), loss_scale=scaling.loss_scale)[0],
+}
+
+
+@pytest.mark.parametrize("name", UNSCALES)
+def test_gradients_that_the_next_scale_divides_are_found(name):
+    unscale = UNSCALES[name]
+    args = PARAMS, RULE.init(), X
+    check(lambda *args: by_rule(*args, lambda grads, old, new: unscale(grads, old)))(*args)
+    with pytest.raises(
+        ValueError, match=r"multiplied by one loss scale and divided by another .*: divide gradients by"
+    ):
+        check(lambda *args: by_rule(*args, lambda grads, old, new: unscale(grads, new)))(*args)
+
+
+def test_a_log_that_the_next_scale_divides_is_found():
+    def step(params, state, x, late):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        updates, new = TX.update(grads, state, params)
+        norm = optax.tree.norm(grads) / amp.get_loss_scale(new if late else state)
+        return optax.apply_updates(params, updates), new, norm
+
+    check(functools.partial(step, late=False))(PARAMS, STATE, X)
+    with pytest.raises(ValueError, match=r"`step` returns `result\[2\]`, a value multiplied by one loss scale and div"):
+        check(functools.partial(step, late=True))(PARAMS, STATE, X)
+
+
+def test_a_static_scale_has_no_next_one():
+    rule = LossScale.static(8.0)
+
+    def step(params, scaling, x):
+        grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
+        new = rule.update(scaling, amp.all_finite(grads))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, divided(grads, new.loss_scale)), new
+
+    check(step)(PARAMS, rule.init(), X)
+
+
+PRIVATE = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=0)
+
+
+def examples(params, x, **options):
+    return jax.vmap(amp.grad(loss_fn, **options), (None, 0))(params, x[:, None])
+
+
+def with_noise(grads, scale=1.0):
+    norms = jax.vmap(optax.tree.norm)(grads)
+    mean = jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1.0, scale / norms), g, 1) / 6, grads)
+    return jax.tree.map(lambda g: g + scale * 0.1 * jax.random.normal(jax.random.key(0), g.shape), mean)
+
+
+NONE = amp.dynamic_loss_scale(optax.sgd(0.1), LossScale.none())
+# A transformation, and the gradients that it gets.
+PRIVATELY = {
+    "inside the wrapper": (
+        amp.dynamic_loss_scale(optax.chain(PRIVATE, optax.sgd(0.1))),
+        lambda p, s, x: examples(p, x, opt_state=s),
+    ),
+    "in front of a wrapper that scales nothing": (optax.chain(PRIVATE, NONE), lambda p, s, x: examples(p, x)),
+    "... with gradients by the state": (optax.chain(PRIVATE, NONE), lambda p, s, x: examples(p, x, opt_state=s)),
+    "in front of a wrapper, unscaled": (
+        optax.chain(PRIVATE, NONE),
+        lambda p, s, x: divided(examples(p, x, loss_scale=2.0**10), 2.0**10),
+    ),
+    "by hand, scaled": (
+        amp.dynamic_loss_scale(optax.sgd(0.1)),
+        lambda p, s, x: with_noise(examples(p, x, opt_state=s), amp.get_loss_scale(s)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATELY)
+def test_private_gradients_pass_in_the_right_order(name):
+    tx, grads_of = PRIVATELY[name]
+
+    def step(params, state, x):
+        updates, state = tx.update(grads_of(params, state, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    check(step)(PARAMS, tx.init(PARAMS), X)
+
+
+def test_private_gradients_in_front_of_a_wrapper_that_scales_are_refused():
+    tx = optax.chain(PRIVATE, TX)
+
+    def step(params, state, x):
+        return tx.update(examples(params, x, opt_state=state), state, params)
+
+    with pytest.raises(ValueError, match=r"per_example_global_norm_clip.*compares .*" + BETWEEN):
+        check(step)(PARAMS, tx.init(PARAMS), X)
+
+
+def test_a_step_with_its_own_unscaling_and_a_wrapper_that_scales_nothing_passes():
+    def step(params, state, scaling, x):
+        grads, finite = RULE.unscale(scaling, amp.grad(loss_fn, opt_state=scaling)(params, x))
+        updates, state = NONE.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, RULE.update(scaling, finite)
+
+    check(step)(PARAMS, NONE.init(PARAMS), RULE.init(), X)
+
+
+# Other programs.
+
+
+def test_max_pooling_passes():
+    def pooled(params, x):
+        return jnp.mean(flax.linen.max_pool((x @ params["w"])[None, :, :, None], (2, 2), (2, 2)) ** 2)
+
+    checked(TX, loss_fn=pooled)
+    with pytest.raises(ValueError, match="compares a value multiplied by the loss scale and an unscaled value"):
+        checked(TX, loss_fn=pooled, change=lambda grads, _: jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads))
+
+
+def solved(params, x):
+    return odeint(lambda y, t, w: jnp.tanh(y @ w), x @ params["w"], jnp.array([0.0, 1.0]), params["u"])[-1]
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+
+
+def test_an_adaptive_solver_of_cotangents_is_named_once():
+    with pytest.warns(
+        UserWarning, match=r"in the backward pass of .*\(solved\), .*tolerance.*`LossScale.none\(\)`"
+    ) as found:
+        checked(TX, loss_fn=lambda params, x: jnp.mean(solved(params, x) ** 2))
+    assert len(found) == 1
+    with pytest.raises(ValueError, match="compares a value multiplied by the loss scale"):  # outside of the solver
+        checked(TX, loss_fn=lambda params, x: jnp.mean(clipped(x @ params["w"]) ** 2))
+
+
+def mapped(step, name):
+    mesh = jax.make_mesh((1,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    ways = {
+        "pmap": lambda: jax.pmap(step, axis_name="b"),
+        "vmap": lambda: jax.vmap(step, axis_name="b"),
+        "vmap of the batch": lambda: jax.vmap(step, (None, None, 0), axis_name="b"),
+        "shard_map": lambda: jax.shard_map(
+            lambda *args: jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args))),
+            mesh=mesh,
+            in_specs=spec("b"),
+            out_specs=spec("b"),
+            check_vma=False,
+        ),
+    }
+    return ways[name]()
+
+
+@pytest.mark.parametrize("name", ["pmap", "vmap", "vmap of the batch", "shard_map"])
+def test_a_logged_norm_of_scaled_gradients_is_named_under_a_map(name):
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="b")
+
+    def step(params, state, x, scales=True):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        updates, state = tx.update(lax.pmean(grads, "b"), state, params)
+        return optax.apply_updates(params, updates), state, optax.tree.norm(grads) / (1.0 if scales else 2.0**16)
+
+    args = jax.tree.map(lambda x: x[None], (PARAMS, tx.init(PARAMS), X))
+    args = (PARAMS, tx.init(PARAMS), X[None]) if name == "vmap of the batch" else args
+    with pytest.warns(UserWarning, match=r"`step` returns `result\[2\]`, a value multiplied by the loss scale"):
+        check(mapped(step, name))(*args)
+
+
+def test_a_message_names_a_leaf_of_the_state():
+    def step(params, opt_state, x):
+        grads = amp.grad(loss_fn, opt_state=opt_state)(params, x)
+        updates, new = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new._replace(sum_of_squares=optax.tree.norm(grads))
+
+    with pytest.warns(UserWarning, match=r"`step` returns `opt_state.sum_of_squares`, a value multiplied by"):
+        check(step)(PARAMS, STATE, X)
