@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
@@ -87,6 +87,11 @@ def quote(value: Any) -> str:
         return shorten(repr(value))
     except ValueError:  # Python writes no integer of more than 4300 digits
         return f"a {type(value).__name__} of too many digits"
+
+
+def listed(items: Sequence[str]) -> str:
+    """Returns the names of leaves for a message, the first five, and how many more there are."""
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more leaves" if len(items) > 5 else "")
 
 
 def shorten(text: str) -> str:

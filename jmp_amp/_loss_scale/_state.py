@@ -9,8 +9,8 @@ import optax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._calls import check_concrete
-from jmp_amp._loss_scale._rule import LossScaleState, is_concrete, is_scale, to_number
+from jmp_amp._calls import check_concrete, listed
+from jmp_amp._loss_scale._rule import NEVER, LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._scaled_grads import note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
@@ -156,9 +156,9 @@ def check_health(
 
     Raises:
         LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
-            steps overflowed and the scale is at most `min_scale`, so loss scaling is not the cause; or the last
-            `max_skips` steps overflowed. The message names the leaves that are not finite, and contains the history of
-            the scale and a cure.
+            steps overflowed and the scale is at most `min_scale`, so that a lower one is needed, or loss scaling is not
+            the cause; or the last `max_skips` steps overflowed. The message names the leaves that are not finite, and
+            contains the history of the scale and a cure.
         TypeError: called inside `jit`.
         ValueError: `max_skips` is not positive, or `opt_state` does not hold exactly one `LossScaleState`.
 
@@ -193,6 +193,7 @@ def check_health(
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
+        cure = _CURE if (state.hysteresis_tracker == NEVER).all() else f"{_FLOOR_CURE}; if it is not, {_CURE}"
     elif consecutive_skips >= max_skips:
         fact = f"the last {consecutive_skips} steps overflowed"
     else:
@@ -206,6 +207,10 @@ def check_health(
     )
 
 
+_FLOOR_CURE = (
+    "if the loss is finite, its gradients are too large for the compute dtype: let the scale go below 1, "
+    "`amp.LossScale(min_scale=2.0**-20)`, or write `amp.autocast(fun, weight_grad_dtype='float32')`"
+)
 _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"
@@ -236,9 +241,8 @@ def describe_nonfinite(counts: Any, tree: Any = None) -> str:
     for (path, count), size in zip(jax.tree.leaves_with_path(jax.device_get(counts)), sizes, strict=True):
         if np.any(count):
             is_flag = np.result_type(count) == np.bool_
-            nonfinite.append(keystr(path) + ("" if is_flag else f" ({np.sum(count)}{size})"))
-    more = f" and {len(nonfinite) - 5} more leaves" if len(nonfinite) > 5 else ""
-    return ", ".join(nonfinite[:5]) + more
+            nonfinite.append((keystr(path) or "the parameters") + ("" if is_flag else f" ({np.sum(count)}{size})"))
+    return listed(nonfinite)
 
 
 def find_state(opt_state: Any) -> LossScaleState:
