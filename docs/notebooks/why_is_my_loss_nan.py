@@ -310,7 +310,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# `check_loss_scaling` runs nothing. It follows the loss scale through the
+# `check_loss_scaling` follows the loss scale through the
 # step as if it were a physical unit. The step of section 4 passes, because
 # `amp.dynamic_loss_scale` unscales before anything else:
 

@@ -65,7 +65,7 @@ _IS_ADAPTIVE = (
 )
 _MOVES = (
     "That is right for counts and random keys; keep averages, statistics and pools as they were, by "
-    "`jnp.where(amp.metrics(opt_state)['last_finite'], new, old)`"
+    "`optax.tree.where(amp.metrics(opt_state)['last_finite'], new, old)`"
 )
 
 

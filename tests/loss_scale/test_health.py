@@ -396,3 +396,50 @@ def test_optimizers_that_count_otherwise_are_healthy(inner):
     for _ in range(3):
         _, state = tx.update(grads, state, TWO, value=jnp.float32(1))
         amp.check_health(state, TWO)
+
+
+def test_at_the_floor_of_the_scale_the_cure_depends_on_the_loss():
+    with pytest.raises(amp.LossScaleError, match=r"if the loss is finite, .*min_scale=2.0\*\*-20.*weight_grad_dtype"):
+        amp.check_health(after("xxxxxxx"))
+    none = LossScale.none()
+    with pytest.raises(amp.LossScaleError, match="Cure: check for non-finite inputs"):  # no scale is too large
+        amp.check_health(after("xx", none))
+
+
+@pytest.mark.parametrize("cured", ["", "a lower floor", "float32 gradients"])
+def test_gradients_that_overflow_at_a_scale_of_1_have_a_cure(cured):
+    params, x = {"w": jnp.ones((8, 2))}, jnp.full((4096, 8), 8.0)
+    options = {"weight_grad_dtype": "float32"} if cured == "float32 gradients" else {}
+    loss_fn = amp.autocast(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] * 1e-2) * 4000), **options)
+    rule = LossScale(init_scale=2.0, min_scale=2.0**-20 if cured == "a lower floor" else 1.0)
+    tx = amp.dynamic_loss_scale(optax.sgd(1e-12), rule)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = amp.value_and_grad(loss_fn, opt_state=state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    for _ in range(8):
+        params, state, loss = step(params, state)
+    assert np.isfinite(loss)
+    if cured:
+        assert amp.metrics(state)["last_finite"]
+        amp.check_health(state, params, min_scale=rule.min_scale)
+    else:
+        with pytest.raises(amp.LossScaleError, match="at its minimum"):
+            amp.check_health(state, params)
+
+
+def test_an_array_as_parameters_has_a_name():
+    bare = jnp.array([1.0, jnp.nan])
+    with pytest.raises(amp.LossScaleError, match=r"not finite: the parameters \(1 of 2 values\)"):
+        amp.check_health(after("."), bare)
+    tx = amp.dynamic_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"^the gradient of the parameters has shape \(2, 3\)"):
+        tx.update(jnp.ones((2, 3)), tx.init(bare), bare)
+    with pytest.raises(ValueError, match=r"^the gradient of the parameters does not depend on the loss scale"):
+        jax.eval_shape(lambda w, s: tx.update(jax.grad(jnp.sum)(w), s, w), bare, tx.init(bare))
+    with pytest.raises(ValueError, match=r"^the gradient of the parameters was already unscaled"):
+        jax.eval_shape(lambda w, s: tx.update(RULE.unscale(s.loss_scale, w)[0], s, w), bare, tx.init(bare))
