@@ -15,7 +15,6 @@ import argparse
 import collections
 import concurrent.futures
 import datetime
-import itertools
 import json
 import os
 import pathlib
@@ -33,7 +32,7 @@ from report import head, row
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks/figures"
-LIMIT = 300  # seconds for an entry
+LIMIT = 300  # seconds for an entry; in a dry run, on whatever machine, an hour
 NEEDED = 20  # seconds without which none is started
 
 
@@ -43,16 +42,16 @@ class Entry(NamedTuple):
     Attributes:
         table: the name of the table.
         measure: the function of `gpu_entry.py`.
-        options: its arguments, which also name the row.
-        sizes: of the model.
         case: the model, of `models.py`.
+        sizes: of the model.
+        options: of the function; they also name the row.
     """
 
     table: str
     measure: str
+    case: str
+    sizes: dict[str, Any]
     options: dict[str, Any]
-    sizes: dict[str, int]
-    case: str = "gpt_case"
 
     @property
     def row(self):
@@ -66,61 +65,42 @@ class Entry(NamedTuple):
         return f"{self.table}: {self.row}".removesuffix(": ")
 
 
-BFLOAT16, FLOAT16, FLOAT32 = ({"dtype": dtype} for dtype in ("bfloat16", "float16", "float32"))
+BFLOAT16, FLOAT16, FLOAT32, FLOAT8 = ({"dtype": dtype} for dtype in ("bfloat16", "float16", "float32", "float8"))
 ATTENTION, STREAM = {"attention": "cudnn"}, {"residual_stream": "low"}
 BOTH = ATTENTION | STREAM
 BY_HAND = FLOAT16 | {"by_hand": True}
 TORCH = {"library": "torch"} | BFLOAT16 | {"compiled": True}
 GRAPHS = TORCH | {"mode": "reduce-overhead"}
-GPT2, WIDE = {"vocab": 50257}, {"layers": 8, "dim": 2048, "heads": 16, "vocab": 50304}
+CHECKS = [{"implementation": name} for name in ("xla", "mosaic_gpu", "triton")]
 STEPS = [BFLOAT16 | BOTH, TORCH, GRAPHS, FLOAT16 | BOTH, BFLOAT16 | ATTENTION, FLOAT16 | ATTENTION]
 STEPS += [BFLOAT16 | STREAM, FLOAT16 | STREAM, BFLOAT16, FLOAT16, FLOAT32]
 STATES = ["float32 state", "8-bit state", "float32 state, remainders", "8-bit state, remainders"]
-CHECKS = [{"implementation": name} for name in ("xla", "mosaic_gpu", "triton")]
-LEAVES = {"148 leaves": GPT2, "16 leaves": GPT2 | {"scan": True}}
-MODELS = [  # the case, its sizes, and the rows of its table
-    ("ResNet-50", "resnet_case", {}, [BFLOAT16, FLOAT16, FLOAT32, BY_HAND, TORCH]),
-    ("ViT-B/16, 224 pixels", "vit_case", {"size": 224}, [BFLOAT16 | BOTH, BFLOAT16, FLOAT32]),
-    ("ViT-B/16, 256 pixels", "vit_case", {"size": 256}, [BFLOAT16 | BOTH, BFLOAT16, FLOAT32]),
-    (
-        "BERT base, 512 tokens, dropout",
-        "encoder_case",
-        {"layers": 12, "batch": 16, "length": 512, "dim": 768, "heads": 12, "vocab": 30522},
-        [BFLOAT16 | BOTH, BFLOAT16, FLOAT32],
-    ),
-    (
-        "GPT of width 2048",
-        "gpt_case",
-        WIDE,
-        [BFLOAT16 | BOTH, {"dtype": "float8"} | BOTH, TORCH, BFLOAT16 | ATTENTION, BY_HAND, FLOAT32],
-    ),
-    (
-        "GPT-2 small, 4,096 tokens",
-        "gpt_case",
-        GPT2 | {"batch": 2, "length": 4096},
-        [BFLOAT16 | BOTH, TORCH, BFLOAT16 | ATTENTION, BY_HAND],
-    ),
+GPT2, STACKED, LONG = {"vocab": 50257}, {"vocab": 50257, "scan": True}, {"vocab": 50257, "batch": 2, "length": 4096}
+WIDE = {"layers": 8, "dim": 2048, "heads": 16, "vocab": 50304}
+BERT = {"layers": 12, "batch": 16, "length": 512, "dim": 768, "heads": 12, "vocab": 30522}
+TABLES = [  # the name, the function of `gpu_entry.py`, the model and its sizes, and the options of each row
+    ("GPT-2 small, vocabulary 50257", "time_step", "gpt_case", GPT2, STEPS),
+    ("GPT-2 small, vocabulary 50304", "time_step", "gpt_case", {"vocab": 50304}, STEPS),
+    ("Kernels by kind", "time_kernels", "gpt_case", GPT2, [BFLOAT16 | BOTH, FLOAT16 | BOTH, TORCH]),
+    ("A gradient by `fastest`", "compare_settings", "gpt_case", GPT2, [{}]),
+    ("Optimizer state", "time_step", "gpt_case", GPT2, [BFLOAT16 | BOTH | {"state": each} for each in STATES]),
+    ("Check in a step, 148 leaves", "time_step", "gpt_case", GPT2, [FLOAT16 | BOTH | each for each in CHECKS]),
+    ("Check in a step, 16 leaves", "time_step", "gpt_case", STACKED, [FLOAT16 | BOTH | each for each in CHECKS]),
+    ("Check alone, 148 leaves", "time_check", "gpt_case", GPT2, CHECKS),
+    ("Check alone, 16 leaves", "time_check", "gpt_case", STACKED, CHECKS),
+    ("ResNet-50", "time_step", "resnet_case", {}, [BFLOAT16, FLOAT16, FLOAT32, BY_HAND, TORCH]),
+    ("ViT-B/16, 224 pixels", "time_step", "vit_case", {"size": 224}, [BFLOAT16 | BOTH, BFLOAT16, FLOAT32]),
+    ("ViT-B/16, 256 pixels", "time_step", "vit_case", {"size": 256}, [BFLOAT16 | BOTH, BFLOAT16, FLOAT32]),
+    ("BERT base, 512 tokens, dropout", "time_step", "encoder_case", BERT, [BFLOAT16 | BOTH, BFLOAT16, FLOAT32]),
+    ("GPT of width 2048", "time_step", "gpt_case", WIDE, [BFLOAT16 | BOTH, FLOAT8 | BOTH, TORCH, BY_HAND, FLOAT32]),
+    ("GPT-2 small, 4,096 tokens", "time_step", "gpt_case", LONG, [BFLOAT16 | BOTH, TORCH, BFLOAT16 | ATTENTION]),
+    ("10 million tokens", "train", "gpt_case", GPT2 | {"batch": 16}, [BFLOAT16 | ATTENTION, BFLOAT16 | BOTH]),
+    # What older pages say, too, if there is time.
+    ("GPT-2 small, vocabulary 50257", "time_step", "gpt_case", GPT2, [BY_HAND, TORCH | FLOAT16]),
+    ("GPT-2 small, 4,096 tokens", "time_step", "gpt_case", LONG, [BY_HAND]),
+    ("10 million tokens", "train", "gpt_case", GPT2 | {"batch": 16}, [FLOAT32, FLOAT16 | ATTENTION]),
 ]
-RUNS = [BFLOAT16 | ATTENTION, BFLOAT16 | BOTH]
-ENTRIES = [
-    *(Entry(f"GPT-2 small, vocabulary {n}", "time_step", each, {"vocab": n}) for n in (50257, 50304) for each in STEPS),
-    *(Entry("Kernels by kind", "time_kernels", each, GPT2) for each in (BFLOAT16 | BOTH, FLOAT16 | BOTH, TORCH)),
-    Entry("A gradient by `fastest`", "compare_settings", {}, GPT2),
-    *(Entry("Optimizer state", "time_step", BFLOAT16 | BOTH | {"state": each}, GPT2) for each in STATES),
-    *(
-        Entry(f"Check in a step, {leaves}", "time_step", FLOAT16 | BOTH | check, sizes)
-        for (leaves, sizes), check in itertools.product(LEAVES.items(), CHECKS)
-    ),
-    *(
-        Entry(f"Check alone, {leaves}", "time_check", check, sizes)
-        for (leaves, sizes), check in itertools.product(LEAVES.items(), CHECKS)
-    ),
-    *(Entry(table, "time_step", each, sizes, case) for table, case, sizes, rows in MODELS for each in rows),
-    *(Entry("10 million tokens", "train", each, GPT2 | {"batch": 16}) for each in RUNS),
-    # What earlier pages say, too, if there is time.
-    *(Entry("GPT-2 small, vocabulary 50257", "time_step", each, GPT2) for each in (BY_HAND, TORCH | FLOAT16)),
-    *(Entry("10 million tokens", "train", each, GPT2 | {"batch": 16}) for each in (FLOAT32, FLOAT16 | ATTENTION)),
-]
+ENTRIES = [Entry(*model, options) for *model, rows in TABLES for options in rows]
 SMALL = {"layers": 1, "batch": 2, "length": 16, "dim": 32, "heads": 2}
 TINY = {  # sizes for a trial on any machine
     "gpt_case": SMALL | {"vocab": 64},
@@ -174,11 +154,12 @@ class Processes:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             **(NO_GPU if dry_run else {}),
         }
-        self.deadline, self.running, self.turn = deadline, set(), threading.Lock()
+        self.deadline, self.limit = deadline, 3600 if dry_run else LIMIT
+        self.running, self.turn = set(), threading.Lock()
 
     def measured(self, request):
         """Returns what a process says of an entry, or None if there is no time left for it."""
-        limit = min(LIMIT, self.deadline - time.monotonic())
+        limit = min(self.limit, self.deadline - time.monotonic())
         if limit < NEEDED:
             return None
         with tempfile.TemporaryFile("w+") as log:
@@ -221,6 +202,8 @@ class Processes:
 def measure(entries, folder, minutes, tiny, dry_run):
     """Measures what the folder lacks, prints it and keeps it there. Returns whether no entry failed."""
     about = machine()
+    if about["driver"] == "none" and not (tiny or dry_run):
+        sys.exit("No NVIDIA GPU is here: `--dry-run` compiles for one, and `--tiny` tries the programs.")
     about["device"] += ", tiny models" * tiny
     file = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', about['device'])}.json"
     records = json.loads(file.read_text()) if file.exists() else {}
@@ -232,8 +215,8 @@ def measure(entries, folder, minutes, tiny, dry_run):
     with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 3)) as pool:
         futures = {}
         for entry in todo:
-            request = {"measure": entry.measure, "row": entry.row, "case": entry.case, "options": entry.options}
-            request |= {"sizes": entry.sizes | (TINY[entry.case] if tiny else {}), "dry_run": dry_run, "tiny": tiny}
+            request = entry._asdict() | {"row": entry.row, "dry_run": dry_run, "tiny": tiny}
+            request["sizes"] = entry.sizes | (TINY[entry.case] if tiny else {})
             futures[pool.submit(processes.measured, request)] = entry
         for future in concurrent.futures.as_completed(futures):
             name, found = futures[future].name, future.result()

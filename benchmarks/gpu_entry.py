@@ -360,15 +360,15 @@ def main():
         print("ready", file=channel, flush=True)
         sys.stdin.readline()
 
-    process = Process(request.pop("dry_run"), request.pop("tiny"), wait_for_turn)
-    start, options, measure = time.perf_counter(), request.pop("options"), globals()[request.pop("measure")]
+    process = Process(request["dry_run"], request["tiny"], wait_for_turn)
+    start, measure = time.perf_counter(), globals()[request["measure"]]
     try:
-        rows, runs = measure(process, **request, **options)
+        rows, runs = measure(process, **{key: request[key] for key in ("row", "case", "sizes")}, **request["options"])
         answer = {"rows": rows, "runs": runs}
     except Built as built:
         answer = {"compiled": f"{built}, compiled in {time.perf_counter() - start:.0f} s"}
     except (ImportError, UserWarning) as error:
-        answer = {"skipped": f"skipped, {error}".partition("\n")[0]}
+        answer = {"skipped": f"skipped, {error}".partition("\n")[0][:200]}
     print(json.dumps(answer), file=channel, flush=True)
 
 

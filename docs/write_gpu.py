@@ -1,7 +1,7 @@
 """Writes what `benchmarks/gpu.py` measured into the pages: `python docs/write_gpu.py FOLDER`.
 
-A page says where: between `<!-- gpu: NAMES -->` and `<!-- /gpu -->` are the tables whose names begin with the pattern. If
-the folder has none of them, what is there stays.
+A page says where: between `<!-- gpu: NAMES -->` and `<!-- /gpu -->` are the tables whose names begin with the pattern
+NAMES. If the folder has none of them, what is there stays.
 """
 
 import json
