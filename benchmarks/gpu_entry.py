@@ -130,7 +130,8 @@ def steps_of_jax(process, case, sizes, dtype, state=None, implementation=None, *
     """A step is loss, gradients, unscale, check and AdamW, with donated state."""
     keep, policy = lambda params: params, dtype
     if state and "remainders" in state:
-        keep, policy = functools.partial(amp.cast_params, policy=f"params={dtype}"), f"params={dtype},compute={dtype}"
+        policy = f"params={dtype},compute={dtype},output=float32"
+        keep = functools.partial(amp.cast_params, policy=policy)
     _, loss_fn, (shapes, *batch_shapes), rule = model(process, case, sizes, dtype, policy, **options)
     tx = amp.dynamic_loss_scale(STATES[state](optax.adamw(1e-4)), rule, implementation=implementation)
 

@@ -75,9 +75,11 @@ def test_a_second_call_measures_what_the_first_did_not(tmp_path, monkeypatch, ca
     assert texts(docs, "*.md") == written
 
 
-def test_nothing_is_started_where_no_time_is_left(tmp_path, capsys):
+@pytest.mark.parametrize("needed", [2, 0])
+def test_what_is_not_started_or_not_done_when_the_time_is_over_has_not_failed(needed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "NEEDED", needed)
     entries = [entry for entry in gpu.ENTRIES if entry.table == "ResNet-50"]
-    assert gpu.measure(entries, tmp_path, 0.1, tiny=True, dry_run=False)
+    assert gpu.measure(entries, tmp_path, 1 / 60, tiny=True, dry_run=False)
     assert f"0 of {len(entries)} entries" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -112,7 +114,7 @@ def test_each_table_is_of_one_gpu_and_one_commit_and_says_which():
         "On one NVIDIA H200 with driver 580, JAX 0.11.2, commit abc, by `benchmarks/gpu.py`, 2026-01-02."
     )
     assert [(words := line.split())[3] + words[10] for line in captions] == ["H200abc,", "H100abc,", "H200def,"]
-    assert f"| {third} | 18.00 | 5.000 |" in lines  # no ratio to a time of another commit
+    assert f"| {third} | 18.00 | 5.000 | 1.000 |" in lines  # with graphs; no ratio to a time of another commit
     assert not list(gpu.all_tables(files, "ResNet"))
 
 
