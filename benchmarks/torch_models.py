@@ -1,8 +1,9 @@
-"""The GPT-2 small and the ResNet-50 of `models.py` in torch, for `gpu_training.py`."""
+"""The GPT-2 small and the ResNet-50 of `models.py` in torch, for `gpu.py`."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name)
+from torch.profiler import ProfilerActivity, profile
 
 
 class Layer(nn.Module):
@@ -68,16 +69,15 @@ class ResNet(nn.Module):
 CASES = {"gpt_case": GPT, "resnet_case": ResNet}
 
 
-def train_step(case, sizes, what):
-    """Returns a function that runs a step, one that waits for it, and one that says the peak bytes."""
+def train_step(case, sizes, dtype, compiled=False, mode=None):
+    """Returns a function that runs a step, one that waits, one that says the peak bytes, and one that lists kernels."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, dtype, *compiled = what.split()
     model = CASES[case](**sizes)
     batch = model.batch.to(device)
     model = model.to(device, memory_format=torch.channels_last) if case == "resnet_case" else model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    loss_of = torch.compile(model) if compiled else model
+    loss_of = torch.compile(model, mode=mode) if compiled else model
 
     def step():
         with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32"):
@@ -87,6 +87,12 @@ def train_step(case, sizes, what):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
+    def kernels(run):
+        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+            run()
+        yield from ((event.key, event.device_time_total / 1e6) for event in traced.key_averages())
+
+    step()  # compiles it
     on_gpu = device == "cuda"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
-    return step, wait, torch.cuda.max_memory_allocated if on_gpu else lambda: 0
+    return step, wait, torch.cuda.max_memory_allocated if on_gpu else lambda: 0, kernels
