@@ -80,8 +80,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
-        bends = rule.kind is ResultKind.CHOSEN and rule.fuses and rule.fold is not np.negative
-        is_solution = any(each.is_solution for each in read) and rule.passes_on and not (bends or is_norm)
+        is_solution = any(each.is_solution for each in read) and rule.passes_on and not (rule.bends or is_norm)
         carry = joined([each.carry for each in read])
         known = ValueFacts(
             least=_least(info, read),
@@ -285,16 +284,23 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         of_all = _passed_on(info, demand) | info.related
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             of_all |= _cancels(rule, operands)
-        if demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
-            of_all |= Demand.LOSS
+        pairs, integers = zip(operands, info.eqn.invars, strict=True), [not jx.is_floating(x) for x in info.eqn.invars]
+        counts = all(known.is_whole or not jx.is_floating(x) or jx.shape_of(x) == () for known, x in pairs)
+        if counts:
+            of_all |= demand & Demand.OTHERS
+        elif demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
+            of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
         n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
-        each = [of_all | rule.demand] * n_keys + [of_all] * (len(operands) - n_keys)
-        each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
+        of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
+        each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
+        # What is chosen by an integer is computed with it.
+        is_read = [not of & ~(Demand.CODE | Demand.RANK) or (i and not counts) for of, i in zip(each, integers)]
+        each = [of | Demand.ANY if read else of for of, read in zip(each, is_read, strict=True)]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
@@ -335,8 +341,10 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     if info.rule.columns and terms in sizes and not all(is_constant):
         return "vector"
     is_whole = [known.is_whole for known in operands]
-    # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms.
-    if any(known.is_log for known in operands) and (any(is_whole) or demand & (Demand.RETURNED | Demand.LOSS)):
+    # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms. A
+    # layer behind `jnp.log` is none: something else reads it, too, or only that.
+    is_loss = demand & (Demand.RETURNED | Demand.LOSS) and not demand & Demand.ANY
+    if any(known.is_log for known in operands) and (any(is_whole) or is_loss):
         return "loss"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     if all(is_whole) and not all(is_constant):
@@ -355,6 +363,9 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
+
+# What is demanded of a choice by those who return it, a count of it, or a choice by it.
+_OF_A_METRIC = Demand.RETURNED | Demand.METRIC | Demand.CODE | Demand.INDEX
 
 # What stays in the body of a loop: its own end, its own carries, and what gates are made of.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE

@@ -241,7 +241,7 @@ class _PlanBuilder:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
         leaves_range = any(known.leaves(region.format.dtype) for known in results)
-        is_ranked = bool(demand & Demand.RANK) and not is_asked
+        is_ranked = not is_asked and bool(demand & Demand.RANK or demand & ~Demand.RETURNED == Demand.METRIC)
         stream = stream_of(self._outs[i][0].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
         return Context(info, rule, region, self._planner.options, leaves_range, is_asked, is_ranked, stream, inside)
