@@ -74,11 +74,13 @@ class Demand:
     CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
     RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
     LOSS = 1 << 16  # as a term of what the program returns, or of its sum
-    METRIC = 1 << 17  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
+    METRIC = 1 << 18  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
+    SQUARES = 1 << 19  # as a term beside a sum of squares: they cancel if it is a product of what was squared
+    SQUARED = 1 << 20  # as what is squared in such a sum
 
     OTHERS = ANY | RETURNED | LOSS
     EXACT = INDEX | CODE | RANK | METRIC  # which ops on few elements pass on
-    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
+    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE | SQUARES  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
 
@@ -186,7 +188,9 @@ class Rule(NamedTuple):
         if self.can_run_as_traced:
             return Demand.LINEAR | Demand.TERM
         return (
-            Demand.MATRIX | Demand.DISTANCE | Demand.EDGE if self.power == 2 else PASSES.get(self.kind, Demand.MATRIX)
+            Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE)
+            if self.power == 2
+            else PASSES.get(self.kind, Demand.MATRIX)
         )
 
     @property

@@ -193,7 +193,11 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
         sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*info.sources, *eqn.outvars) if atom is not None}
         return Moment.PAIR if len(sizes) == 1 else Moment.NO
     different = set(moments) - {Moment.NO}
-    return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
+    # A product of at least some number, and the largest of several, are no longer small where the product is.
+    is_bounded = rule.bends and len(operands) == 1 or any(abs(known.scalar or 0) >= _SMALL for known in operands)
+    if not rule.passes_on or len(different) != 1 or (different == {Moment.PRODUCT} and is_bounded and not rule.scales):
+        return Moment.NO
+    return different.pop()
 
 
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
@@ -281,9 +285,9 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = _passed_on(info, demand) | info.related
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
-            of_all |= _cancels(rule, operands)
+            demand |= _cancels(rule, operands)
+        of_all = _passed_on(info, demand) | info.related
         pairs, integers = zip(operands, info.eqn.invars, strict=True), [not jx.is_floating(x) for x in info.eqn.invars]
         counts = all(known.is_whole or not jx.is_floating(x) or jx.shape_of(x) == () for known, x in pairs)
         if counts:
@@ -301,6 +305,11 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         # What is chosen by an integer is computed with it.
         is_read = [not of & ~(Demand.CODE | Demand.RANK) or (i and not counts) for of, i in zip(each, integers)]
         each = [of | Demand.ANY if read else of for of, read in zip(each, is_read, strict=True)]
+        if rule.kind is ResultKind.QUOTIENT and operands[1].moment is Moment.PRODUCT:  # `b / (k.T @ u)`
+            each[1] |= Demand.RANGE
+        if demand & Demand.SQUARED:
+            is_factor = rule.moves or rule.scales or info.is_square or info.repeats_operand
+            each = [of | Demand.SQUARED * (is_factor or k.squares > 0) for of, k in zip(each, operands, strict=True)]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
@@ -323,6 +332,9 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
+    is_of_squared = info.repeats_operand or any(known.is_squared for known in operands)
+    if demand & Demand.SQUARES and is_of_squared:
+        demand |= Demand.DISTANCE
     if demand & Demand.ENDS_LOOP and not isinstance(info.structure, jx.Call | jx.Branches):
         return "loop"
     if not info.rule.can_run_as_traced:
@@ -427,9 +439,11 @@ def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
     # `x2[:, None] + y2 - 2 * x @ y.T`, and `blur(x * y) - blur(x) * blur(y)`.
     is_positive = [known.squares in (Squares.SQUARE, Squares.SUM) or (known.scalar or -1) > 0 for known in operands]
     cannot_cancel = rule.kind is ResultKind.SUM and all(is_positive)
-    is_distance = any(known.squares is Squares.SUM for known in operands) and not cannot_cancel
+    # Nor does a cross entropy, whose logarithm is no product.
+    others = [known for known in operands if known.squares is not Squares.SUM]
+    has_squares = len(others) < 2 and not cannot_cancel and not any(known.is_log for known in others)
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
-    return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
+    return Demand.DISTANCE * is_variance | (Demand.SQUARES | Demand.SQUARED) * has_squares
 
 
 def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:

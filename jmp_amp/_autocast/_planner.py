@@ -206,6 +206,8 @@ class _PlanBuilder:
             var: _Variable(given.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE))
             for var in (*given, *[var for each in infos for var in each.eqn.outvars])
         }
+        for var, value in given.items():
+            self._variables[var].demand |= Demand.SQUARED * value.known.is_squared
         self._outs = [[self._variables[var] for var in each.eqn.outvars] for each in infos]
         self._operands = [[self._variable(atom) for atom in each.eqn.invars] for each in infos]
         for i, each in enumerate(infos):
@@ -231,8 +233,12 @@ class _PlanBuilder:
         demand, overrides = joined(outs), self._planner.options.overrides
         is_asked = region.why in (IN_CODE, "pattern") or eqn.primitive.name in overrides.primitives
         inside: Sequence[Inside] = ()
+        squared = [variable.demand & Demand.SQUARED for variable in self._operands[i]]
+        if rule.moves or rule.scales:  # `y.T` and `2 * x` are squared where `y` and `x` are
+            self._outs[i][0].demand |= joined(squared)
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
+            operands = [k._replace(is_squared=True) if x else k for k, x in zip(operands, squared, strict=True)]
             if info.program is not None:
                 given = [Demand.ANY] * len(outs) if is_asked else outs
                 inside = self._planner.demands.inside(info, operands, given)
