@@ -77,6 +77,7 @@ class Demand:
     METRIC = 1 << 18  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
     SQUARES = 1 << 19  # as a term beside a sum of squares: they cancel if it is a product of what was squared
     SQUARED = 1 << 20  # as what is squared in such a sum
+    HIDDEN = 1 << 21  # by a product, whatever is between: it is part of a hidden layer, and no result
 
     OTHERS = ANY | RETURNED | LOSS
     EXACT = INDEX | CODE | RANK | METRIC  # which ops on few elements pass on
@@ -187,11 +188,9 @@ class Rule(NamedTuple):
             return Demand.NONE
         if self.can_run_as_traced:
             return Demand.LINEAR | Demand.TERM
-        return (
-            Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE)
-            if self.power == 2
-            else PASSES.get(self.kind, Demand.MATRIX)
-        )
+        if self.power == 2:
+            return Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE)
+        return PASSES.get(self.kind, Demand.MATRIX)
 
     @property
     def is_product(self) -> bool:
@@ -249,7 +248,12 @@ _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
 _LOWER = Rule(
-    OpClass.LOWER, ResultKind.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",)
+    OpClass.LOWER,
+    ResultKind.MATRIX_PRODUCT,
+    Demand.HIDDEN,
+    costly=True,
+    stores=True,
+    dtype_params=("preferred_element_type",),
 )
 _ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands

@@ -91,6 +91,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             is_constant=all(known.is_constant for known in operands),
             is_whole=_is_whole(info, read),
             is_solution=is_solution or rule.is_decomposition,
+            is_squared=(rule.moves or rule.scales) and any(known.is_squared for known in operands),
             carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
             multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
             adds_matrix=rule.passes_on and (any(k.adds_matrix for k in read) or _adds_matrix(info, operands)),
@@ -193,11 +194,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
         sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*info.sources, *eqn.outvars) if atom is not None}
         return Moment.PAIR if len(sizes) == 1 else Moment.NO
     different = set(moments) - {Moment.NO}
-    # A product of at least some number, and the largest of several, are no longer small where the product is.
-    is_bounded = rule.bends and len(operands) == 1 or any(abs(known.scalar or 0) >= _SMALL for known in operands)
-    if not rule.passes_on or len(different) != 1 or (different == {Moment.PRODUCT} and is_bounded and not rule.scales):
-        return Moment.NO
-    return different.pop()
+    return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
 
 
 def _is_whole(info: EqnInfo, read: Sequence[ValueFacts]) -> bool:
@@ -288,8 +285,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             demand |= _cancels(rule, operands)
         of_all = _passed_on(info, demand) | info.related
-        pairs, integers = zip(operands, info.eqn.invars, strict=True), [not jx.is_floating(x) for x in info.eqn.invars]
-        counts = all(known.is_whole or not jx.is_floating(x) or jx.shape_of(x) == () for known, x in pairs)
+        pairs = zip(operands, info.eqn.invars, strict=True)
+        counts = all(known.is_whole or not (jx.is_floating(x) and jx.shape_of(x)) for known, x in pairs)
         if counts:
             of_all |= demand & Demand.OTHERS
         elif demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
@@ -302,10 +299,13 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
         of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
         each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
-        # What is chosen by an integer is computed with it.
-        is_read = [not of & ~(Demand.CODE | Demand.RANK) or (i and not counts) for of, i in zip(each, integers)]
-        each = [of | Demand.ANY if read else of for of, read in zip(each, is_read, strict=True)]
-        if rule.kind is ResultKind.QUOTIENT and operands[1].moment is Moment.PRODUCT:  # `b / (k.T @ u)`
+        # The program computes with an index of other values.
+        says_how = [
+            of & ~_SAYS_LITTLE and (counts or jx.is_floating(x)) for of, x in zip(each, info.eqn.invars, strict=True)
+        ]
+        each = [of if how else of | Demand.ANY for of, how in zip(each, says_how, strict=True)]
+        is_alone = rule.kind is ResultKind.QUOTIENT and operands[0].moment is Moment.NO and len(info.arrays) == 2
+        if is_alone and operands[1].moment is Moment.PRODUCT:  # `b / (k.T @ u)`
             each[1] |= Demand.RANGE
         if demand & Demand.SQUARED:
             is_factor = rule.moves or rule.scales or info.is_square or info.repeats_operand
@@ -332,8 +332,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
-    is_of_squared = info.repeats_operand or any(known.is_squared for known in operands)
-    if demand & Demand.SQUARES and is_of_squared:
+    if demand & Demand.SQUARES and (info.repeats_operand or any(known.is_squared for known in operands)):
         demand |= Demand.DISTANCE
     if demand & Demand.ENDS_LOOP and not isinstance(info.structure, jx.Call | jx.Branches):
         return "loop"
@@ -376,7 +375,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
 
-# What is demanded of a choice by those who return it, a count of it, or a choice by it.
+# What says nothing of other readers; and what those demand of a choice who return it, a count of it, or a choice by it.
+_SAYS_LITTLE = Demand.CODE | Demand.RANK | Demand.HIDDEN
 _OF_A_METRIC = Demand.RETURNED | Demand.METRIC | Demand.CODE | Demand.INDEX
 
 # What stays in the body of a loop: its own end, its own carries, and what gates are made of.
@@ -421,6 +421,7 @@ def _passed_on(info: EqnInfo, demand: int) -> int:
         ways &= ~Demand.ANGLE
     # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
     takes_from_a_number = info.rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
+    ways |= Demand.HIDDEN
     return demand & ways | (Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE)
 
 

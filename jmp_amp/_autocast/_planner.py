@@ -206,8 +206,6 @@ class _PlanBuilder:
             var: _Variable(given.get(var), demands.get(var, Demand.NONE), streams.get(var, Stream.NONE))
             for var in (*given, *[var for each in infos for var in each.eqn.outvars])
         }
-        for var, value in given.items():
-            self._variables[var].demand |= Demand.SQUARED * value.known.is_squared
         self._outs = [[self._variables[var] for var in each.eqn.outvars] for each in infos]
         self._operands = [[self._variable(atom) for atom in each.eqn.invars] for each in infos]
         for i, each in enumerate(infos):
@@ -238,7 +236,7 @@ class _PlanBuilder:
             self._outs[i][0].demand |= joined(squared)
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
-            operands = [k._replace(is_squared=True) if x else k for k, x in zip(operands, squared, strict=True)]
+            operands = tuple([k._replace(is_squared=True) if x else k for k, x in zip(operands, squared, strict=True)])
             if info.program is not None:
                 given = [Demand.ANY] * len(outs) if is_asked else outs
                 inside = self._planner.demands.inside(info, operands, given)
@@ -247,10 +245,12 @@ class _PlanBuilder:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
         leaves_range = any(known.leaves(region.format.dtype) for known in results)
-        is_ranked = not is_asked and bool(demand & Demand.RANK or demand & ~Demand.RETURNED == Demand.METRIC)
+        if demand & ~Demand.RETURNED == Demand.METRIC:  # and nothing else reads what is chosen from
+            demand |= Demand.RANK
+        demand = Demand.HIDDEN if is_asked else demand & (Demand.RANK | Demand.HIDDEN)
         stream = stream_of(self._outs[i][0].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
-        return Context(info, rule, region, self._planner.options, leaves_range, is_asked, is_ranked, stream, inside)
+        return Context(info, rule, region, self._planner.options, leaves_range, is_asked, demand, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""
