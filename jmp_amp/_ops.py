@@ -247,14 +247,8 @@ ORIGINAL = Rule(OpClass.ORIGINAL)
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_LOWER = Rule(
-    OpClass.LOWER,
-    ResultKind.MATRIX_PRODUCT,
-    Demand.HIDDEN,
-    costly=True,
-    stores=True,
-    dtype_params=("preferred_element_type",),
-)
+_PRODUCT = Rule(OpClass.LOWER, ResultKind.MATRIX_PRODUCT, Demand.HIDDEN, dtype_params=("preferred_element_type",))
+_LOWER = _PRODUCT._replace(costly=True, stores=True)
 _ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)

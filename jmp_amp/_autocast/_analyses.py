@@ -285,9 +285,10 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             demand |= _cancels(rule, operands)
         of_all = _passed_on(info, demand) | info.related
-        pairs = zip(operands, info.eqn.invars, strict=True)
-        counts = all(known.is_whole or not (jx.is_floating(x) and jx.shape_of(x)) for known, x in pairs)
-        if counts:
+        floats = [
+            known for known, x in zip(operands, info.eqn.invars, strict=True) if jx.is_floating(x) and jx.shape_of(x)
+        ]
+        if counts := all(known.is_whole for known in floats):
             of_all |= demand & Demand.OTHERS
         elif demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
             of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
@@ -299,13 +300,10 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
         of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
         each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
-        # The program computes with an index of other values.
-        says_how = [
-            of & ~_SAYS_LITTLE and (counts or jx.is_floating(x)) for of, x in zip(each, info.eqn.invars, strict=True)
-        ]
-        each = [of if how else of | Demand.ANY for of, how in zip(each, says_how, strict=True)]
-        is_alone = rule.kind is ResultKind.QUOTIENT and operands[0].moment is Moment.NO and len(info.arrays) == 2
-        if is_alone and operands[1].moment is Moment.PRODUCT:  # `b / (k.T @ u)`
+        is_index = [not (counts or jx.is_floating(x)) for x in info.eqn.invars]
+        each = [of | Demand.ANY if i or not of & ~_SAYS_LITTLE else of for of, i in zip(each, is_index, strict=True)]
+        moments = [known.moment for known in operands] if rule.kind is ResultKind.QUOTIENT and info.arrays[1:] else []
+        if moments == [Moment.NO, Moment.PRODUCT]:  # `b / (k.T @ u)`
             each[1] |= Demand.RANGE
         if demand & Demand.SQUARED:
             is_factor = rule.moves or rule.scales or info.is_square or info.repeats_operand
@@ -416,12 +414,11 @@ def joined(several: Sequence[int]) -> int:
 
 def _passed_on(info: EqnInfo, demand: int) -> int:
     """Returns what an op demands of its operands for the sake of those who read its results."""
-    ways = info.rule.passes
+    ways = info.rule.passes | Demand.HIDDEN
     if demand & Demand.OTHERS:
         ways &= ~Demand.ANGLE
     # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
     takes_from_a_number = info.rule.kind is ResultKind.DIFFERENCE and isinstance(info.eqn.invars[0], Literal)
-    ways |= Demand.HIDDEN
     return demand & ways | (Demand.EDGE if takes_from_a_number and demand & Demand.ROOT else Demand.NONE)
 
 
@@ -441,8 +438,8 @@ def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
     is_positive = [known.squares in (Squares.SQUARE, Squares.SUM) or (known.scalar or -1) > 0 for known in operands]
     cannot_cancel = rule.kind is ResultKind.SUM and all(is_positive)
     # Nor does a cross entropy, whose logarithm is no product.
-    others = [known for known in operands if known.squares is not Squares.SUM]
-    has_squares = len(others) < 2 and not cannot_cancel and not any(known.is_log for known in others)
+    cannot_cancel |= any(known.is_log and known.squares is not Squares.SUM for known in operands)
+    has_squares = any(known.squares is Squares.SUM for known in operands) and not cannot_cancel
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
     return Demand.DISTANCE * is_variance | (Demand.SQUARES | Demand.SQUARED) * has_squares
 

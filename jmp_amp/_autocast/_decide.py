@@ -192,12 +192,11 @@ def _is_of_result(op: Context, value: Value) -> bool:
     Such a layer is a result, and a bias of 200 in 16 bits would round what the products say. A hidden layer is rounded
     anyway, and a wide one is the largest of a model.
     """
-    shape, kind = jx.shape_of(op.info.eqn.outvars[0]), op.rule.kind
-    if op.demand & Demand.HIDDEN or not shape or kind not in (ResultKind.SUM, ResultKind.DIFFERENCE):
+    shape, is_sum = jx.shape_of(op.info.eqn.outvars[0]), op.rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE)
+    if op.demand & Demand.HIDDEN or not (is_sum and shape) or value.origin > Origin.INPUT or value.known.is_constant:
         return False
     columns = math.prod([shape[axis] for axis in value.axes[0]] if value.axes else shape[-1:])
-    is_input = value.origin <= Origin.INPUT and not value.known.is_constant
-    return is_input and isinstance(columns, int) and columns <= _MOST_RESULTS
+    return isinstance(columns, int) and columns <= _MOST_RESULTS
 
 
 def _adds_arrays(op: Context) -> bool:
@@ -249,8 +248,6 @@ def for_promotion(op: Context) -> Sequence[Value]:
     result = jx.shape_of(eqn.outvars[0])
 
     def widens(value: Value, shape: tuple[int, ...] | None) -> bool:
-        if _is_of_result(op, value):
-            return True
         if value.origin is Origin.SCALAR:
             if shape == result == ():  # a scalar variable is as wide as the other scalar, a known number is not
                 return value.known.scalar is None
@@ -258,7 +255,7 @@ def for_promotion(op: Context) -> Sequence[Value]:
         return value.origin is not Origin.INPUT or not any(map(value.axes[0].issubset, features))
 
     def as_term(value: Value, atom: Any) -> Value:
-        if not widens(value, jx.shape_of(atom)):
+        if not (widens(value, jx.shape_of(atom)) or _is_of_result(op, value)):
             return value._replace(origin=Origin.SCALAR)
         data_dtype = None if value.filled else value.data_dtype
         return value._replace(origin=max(value.origin, Origin.INPUT), data_dtype=data_dtype)
