@@ -58,7 +58,7 @@ class Demand:
 
     NONE = 0
     ANY = 1 << 0  # nothing of what follows
-    RETURNED = 1 << 1  # by the caller of the program, in float32
+    RETURNED = 1 << 1  # by the caller of the program, in float32; of whole numbers, a sum, too
     ANGLE = 1 << 2  # as an angle, `jnp.sin(x @ w)`: one of 100 is off by 0.03 rad in float16, by 0.25 in bfloat16
     DISTANCE = 1 << 3  # as a term of a difference that cancels, `x2[:, None] + y2 - 2 * x @ y.T`
     MATRIX = 1 << 4  # as a matrix to decompose, or as an operand of a solver: `jnp.linalg.cholesky(f @ f.T)`
@@ -74,10 +74,14 @@ class Demand:
     CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
     RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
     LOSS = 1 << 16  # as a term of what the program returns, or of its sum
+    METRIC = 1 << 18  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
+    SQUARES = 1 << 19  # as a term beside a sum of squares: they cancel if it is a product of what was squared
+    SQUARED = 1 << 20  # as what is squared in such a sum
+    HIDDEN = 1 << 21  # by a product, whatever is between: it is part of a hidden layer, and no result
 
-    OTHERS = ANY | RETURNED
-    EXACT = INDEX | CODE | RANK  # which ops on few elements pass on
-    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE  # which sums and products pass on
+    OTHERS = ANY | RETURNED | LOSS
+    EXACT = INDEX | CODE | RANK | METRIC  # which ops on few elements pass on
+    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE | SQUARES  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
 
@@ -162,6 +166,11 @@ class Rule(NamedTuple):
         return self.scales or self.is_product or self.kind is ResultKind.OUTER_PRODUCT
 
     @property
+    def bends(self) -> bool:
+        """Whether the op chooses elements by their size, as a maximum or an absolute value does."""
+        return self.kind is ResultKind.CHOSEN and self.fuses and self.fold is not np.negative
+
+    @property
     def arithmetic(self) -> bool:
         """Whether the op adds, subtracts, multiplies or divides."""
         return self.kind in _ARITHMETIC
@@ -182,9 +191,9 @@ class Rule(NamedTuple):
             return Demand.NONE
         if self.can_run_as_traced:
             return Demand.LINEAR | Demand.TERM
-        return (
-            Demand.MATRIX | Demand.DISTANCE | Demand.EDGE if self.power == 2 else PASSES.get(self.kind, Demand.MATRIX)
-        )
+        if self.power == 2:
+            return Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE)
+        return PASSES.get(self.kind, Demand.MATRIX)
 
     @property
     def is_product(self) -> bool:
@@ -224,7 +233,7 @@ PASSES = {
     **dict.fromkeys((ResultKind.CHOSEN, ResultKind.SELECTED), Demand.LINEAR | Demand.TERM | Demand.ROOT),
     **dict.fromkeys((ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT), Demand.LINEAR | Demand.TERM),
     **dict.fromkeys((ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT), Demand.LINEAR | Demand.TERM),
-    ResultKind.TOTAL: Demand.MATRIX | Demand.RANGE,
+    ResultKind.TOTAL: Demand.MATRIX | Demand.RANGE | Demand.METRIC,
     ResultKind.BOUNDED: Demand.NONE,
 }
 
@@ -241,9 +250,8 @@ ORIGINAL = Rule(OpClass.ORIGINAL)
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_LOWER = Rule(
-    OpClass.LOWER, ResultKind.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",)
-)
+_PRODUCT = Rule(OpClass.LOWER, ResultKind.MATRIX_PRODUCT, Demand.HIDDEN, dtype_params=("preferred_element_type",))
+_LOWER = _PRODUCT._replace(costly=True, stores=True)
 _ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)

@@ -80,8 +80,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
-        bends = rule.kind is ResultKind.CHOSEN and rule.fuses and rule.fold is not np.negative
-        is_solution = any(each.is_solution for each in read) and rule.passes_on and not (bends or is_norm)
+        is_solution = any(each.is_solution for each in read) and rule.passes_on and not (rule.bends or is_norm)
         carry = joined([each.carry for each in read])
         known = ValueFacts(
             least=_least(info, read),
@@ -92,6 +91,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             is_constant=all(known.is_constant for known in operands),
             is_whole=_is_whole(info, read),
             is_solution=is_solution or rule.is_decomposition,
+            is_squared=(rule.moves or rule.scales) and any(known.is_squared for known in operands),
             carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
             multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
             adds_matrix=rule.passes_on and (any(k.adds_matrix for k in read) or _adds_matrix(info, operands)),
@@ -282,19 +282,32 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Returns what an op demands of its operands."""
         rule, demand = info.rule, joined(outs)
-        of_all = _passed_on(info, demand) | info.related
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
-            of_all |= _cancels(rule, operands)
-        if demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
-            of_all |= Demand.LOSS
+            demand |= _cancels(rule, operands)
+        of_all = _passed_on(info, demand) | info.related
+        floats = [
+            known for known, x in zip(operands, info.eqn.invars, strict=True) if jx.is_floating(x) and jx.shape_of(x)
+        ]
+        if counts := all(known.is_whole for known in floats):
+            of_all |= demand & Demand.OTHERS
+        elif demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
+            of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
         n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
-        each = [of_all | rule.demand] * n_keys + [of_all] * (len(operands) - n_keys)
-        each = [of if of & ~(Demand.CODE | Demand.RANK | Demand.LOSS) else of | Demand.ANY for of in each]
+        of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
+        each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
+        is_index = [not (counts or jx.is_floating(x)) for x in info.eqn.invars]
+        each = [of | Demand.ANY if i or not of & ~_SAYS_LITTLE else of for of, i in zip(each, is_index, strict=True)]
+        moments = [known.moment for known in operands] if rule.kind is ResultKind.QUOTIENT and info.arrays[1:] else []
+        if moments == [Moment.NO, Moment.PRODUCT]:  # `b / (k.T @ u)`
+            each[1] |= Demand.RANGE
+        if demand & Demand.SQUARED:
+            is_factor = rule.moves or rule.scales or info.is_square or info.repeats_operand
+            each = [of | Demand.SQUARED * (is_factor or k.squares > 0) for of, k in zip(each, operands, strict=True)]
         if info.between is not None:  # a covariance that is propagated, such as `F @ P @ F.T`: `P` is a matrix, too
             each[info.between] |= demand & Demand.MATRIX
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
@@ -317,6 +330,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
+    if demand & Demand.SQUARES and (info.repeats_operand or any(known.is_squared for known in operands)):
+        demand |= Demand.DISTANCE
     if demand & Demand.ENDS_LOOP and not isinstance(info.structure, jx.Call | jx.Branches):
         return "loop"
     if not info.rule.can_run_as_traced:
@@ -335,8 +350,10 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
     if info.rule.columns and terms in sizes and not all(is_constant):
         return "vector"
     is_whole = [known.is_whole for known in operands]
-    # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms.
-    if any(known.is_log for known in operands) and (any(is_whole) or demand & (Demand.RETURNED | Demand.LOSS)):
+    # `labels @ jax.nn.log_softmax(logits).T` is a loss, and a sum by a matrix of zeros and ones selects logarithms. A
+    # layer behind `jnp.log` is none: something else reads it, too, or only that.
+    is_loss = demand & (Demand.RETURNED | Demand.LOSS) and not demand & Demand.ANY
+    if any(known.is_log for known in operands) and (any(is_whole) or is_loss):
         return "loss"
     # bfloat16 cannot count beyond 256: `same = (ids[:, None] == ids).astype(float); same @ same`.
     if all(is_whole) and not all(is_constant):
@@ -355,6 +372,10 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
 
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
+
+# What says nothing of other readers; and what those demand of a choice who return it, a count of it, or a choice by it.
+_SAYS_LITTLE = Demand.CODE | Demand.RANK | Demand.HIDDEN
+_OF_A_METRIC = Demand.RETURNED | Demand.METRIC | Demand.CODE | Demand.INDEX
 
 # What stays in the body of a loop: its own end, its own carries, and what gates are made of.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE
@@ -393,7 +414,7 @@ def joined(several: Sequence[int]) -> int:
 
 def _passed_on(info: EqnInfo, demand: int) -> int:
     """Returns what an op demands of its operands for the sake of those who read its results."""
-    ways = info.rule.passes
+    ways = info.rule.passes | Demand.HIDDEN
     if demand & Demand.OTHERS:
         ways &= ~Demand.ANGLE
     # The slope of `jnp.sqrt(1 - c * c)` is infinite where `c`, a cosine, is 1.
@@ -416,9 +437,11 @@ def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
     # `x2[:, None] + y2 - 2 * x @ y.T`, and `blur(x * y) - blur(x) * blur(y)`.
     is_positive = [known.squares in (Squares.SQUARE, Squares.SUM) or (known.scalar or -1) > 0 for known in operands]
     cannot_cancel = rule.kind is ResultKind.SUM and all(is_positive)
-    is_distance = any(known.squares is Squares.SUM for known in operands) and not cannot_cancel
+    # Nor does a cross entropy, whose logarithm is no product.
+    cannot_cancel |= any(known.is_log and known.squares is not Squares.SUM for known in operands)
+    has_squares = any(known.squares is Squares.SUM for known in operands) and not cannot_cancel
     is_variance = {Moment.SECOND, Moment.SQUARED} == {known.moment for known in operands}
-    return Demand.DISTANCE if is_distance or is_variance else Demand.NONE
+    return Demand.DISTANCE * is_variance | (Demand.SQUARES | Demand.SQUARED) * has_squares
 
 
 def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:

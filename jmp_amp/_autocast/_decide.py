@@ -14,7 +14,7 @@ from jmp_amp._autocast._options import Options
 from jmp_amp._autocast._plan import Inside, Region
 from jmp_amp._autocast._values import Origin, Stream, Use, Value, common_dtype, widest
 from jmp_amp._formats import FLOAT32
-from jmp_amp._ops import Axes, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
+from jmp_amp._ops import Axes, Demand, EqnInfo, OpClass, ResultKind, Rule, operand_dtypes, varying
 
 
 class Neighbours(NamedTuple):
@@ -45,7 +45,8 @@ class Context(NamedTuple):
         options: the arguments of `autocast`.
         leaves_range: whether the low dtype may not hold its results, because of a constant.
         is_asked: whether the user asks for its format, by a region in the code or in `rules`; no reason is above that.
-        is_ranked: whether its results are chosen from by their order.
+        demand: whether its results are chosen from by their order, `RANK`, and whether a product reads them or what is
+            made of them, `HIDDEN`.
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
         neighbours: its operands and readers.
@@ -57,7 +58,7 @@ class Context(NamedTuple):
     options: Options
     leaves_range: bool
     is_asked: bool
-    is_ranked: bool
+    demand: int
     stream: int
     inside: Sequence[Inside]
     neighbours: Neighbours = Neighbours()
@@ -70,7 +71,7 @@ class Context(NamedTuple):
     @property
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, self.is_asked, self.leaves_range, self.is_ranked, self.stream, self.neighbours
+        return self.region.format, self.is_asked, self.leaves_range, self.demand, self.stream, self.neighbours
 
     @property
     def is_float32(self) -> list[bool]:
@@ -179,10 +180,23 @@ def _is_router(op: Context) -> bool:
     is searched, stays low: it is the largest product of a model.
     """
     columns = [n for n, is_input in zip(op.rule.columns, op.is_input, strict=False) if is_input and isinstance(n, int)]
-    return op.is_ranked and min(columns, default=math.inf) <= _MOST_EXPERTS
+    return bool(op.demand & Demand.RANK) and min(columns, default=math.inf) <= _MOST_EXPERTS
 
 
-_MOST_EXPERTS = 512
+_MOST_EXPERTS, _MOST_RESULTS = 512, 1024
+
+
+def _is_of_result(op: Context, value: Value) -> bool:
+    """Whether an input is added to a layer of few columns that no product reads, as a mean return to that of a critic.
+
+    Such a layer is a result, and a bias of 200 in 16 bits would round what the products say. A hidden layer is rounded
+    anyway, and a wide one is the largest of a model.
+    """
+    shape, is_sum = jx.shape_of(op.info.eqn.outvars[0]), op.rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE)
+    if op.demand & Demand.HIDDEN or not (is_sum and shape) or value.origin > Origin.INPUT or value.known.is_constant:
+        return False
+    columns = math.prod([shape[axis] for axis in value.axes[0]] if value.axes else shape[-1:])
+    return isinstance(columns, int) and columns <= _MOST_RESULTS
 
 
 def _adds_arrays(op: Context) -> bool:
@@ -241,7 +255,7 @@ def for_promotion(op: Context) -> Sequence[Value]:
         return value.origin is not Origin.INPUT or not any(map(value.axes[0].issubset, features))
 
     def as_term(value: Value, atom: Any) -> Value:
-        if not widens(value, jx.shape_of(atom)):
+        if not (widens(value, jx.shape_of(atom)) or _is_of_result(op, value)):
             return value._replace(origin=Origin.SCALAR)
         data_dtype = None if value.filled else value.data_dtype
         return value._replace(origin=max(value.origin, Origin.INPUT), data_dtype=data_dtype)

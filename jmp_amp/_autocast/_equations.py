@@ -62,7 +62,7 @@ def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int
                 first, factors = products.get(of[k], (i, ()))
                 if of[1 - k] is not None and of[1 - k] in factors:
                     between |= {i: k, first: 1 - factors.index(of[1 - k])}
-        elif rule.kind is ResultKind.QUOTIENT and len(made) == 2 and {*made[0][1]} & {*made[1][1]} - {None}:
+        elif rule.kind is ResultKind.QUOTIENT and len({*made}) == 2 and {*made[0][1]} & {*made[1][1]} - {None}:
             related[i] = Demand.RANGE  # `(q @ (k.T @ v)) / (q @ k.sum(0))`: both may be small
         elif rule.kind is ResultKind.DIFFERENCE and any(x is not None and x in each for x in of for _, each in made):
             related[i] = Demand.DISTANCE  # `jax.nn.softmax(scores) @ x - x`

@@ -231,8 +231,12 @@ class _PlanBuilder:
         demand, overrides = joined(outs), self._planner.options.overrides
         is_asked = region.why in (IN_CODE, "pattern") or eqn.primitive.name in overrides.primitives
         inside: Sequence[Inside] = ()
+        squared = [variable.demand & Demand.SQUARED for variable in self._operands[i]]
+        if rule.moves or rule.scales:  # `y.T` and `2 * x` are squared where `y` and `x` are
+            self._outs[i][0].demand |= joined(squared)
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
+            operands = tuple([k._replace(is_squared=True) if x else k for k, x in zip(operands, squared, strict=True)])
             if info.program is not None:
                 given = [Demand.ANY] * len(outs) if is_asked else outs
                 inside = self._planner.demands.inside(info, operands, given)
@@ -241,10 +245,12 @@ class _PlanBuilder:
                 region = region._replace(format=FORMATS["float32"], why=reason)
         results = self._planner.knowledge.of(self._facts, eqn.outvars)
         leaves_range = any(known.leaves(region.format.dtype) for known in results)
-        is_ranked = bool(demand & Demand.RANK) and not is_asked
+        if demand & ~Demand.RETURNED == Demand.METRIC:  # and nothing else reads what is chosen from
+            demand |= Demand.RANK
+        demand = Demand.HIDDEN if is_asked else demand & (Demand.RANK | Demand.HIDDEN)
         stream = stream_of(self._outs[i][0].stream) if rule.kind is ResultKind.SUM else Stream.NONE
         rule = rule if region.format.is_low else ORIGINAL
-        return Context(info, rule, region, self._planner.options, leaves_range, is_asked, is_ranked, stream, inside)
+        return Context(info, rule, region, self._planner.options, leaves_range, is_asked, demand, stream, inside)
 
     def plan(self) -> Plan:
         """Decides all equations."""

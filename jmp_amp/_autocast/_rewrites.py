@@ -39,9 +39,9 @@ def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
     follow.
     """
-    if not (op.rule.kind is ResultKind.TAKEN and op.neighbours.needs_float32):
+    eqn, low = op.info.eqn, op.region.format.dtype
+    if not (op.rule.kind is ResultKind.TAKEN and dtypes[0] == FLOAT32 and op.values[0].as_data().dtype == low):
         return None
-    eqn = op.info.eqn
     return _take_label_logit if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else None
 
 

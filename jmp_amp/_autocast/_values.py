@@ -101,6 +101,7 @@ class ValueFacts(NamedTuple):
         is_whole: whether it holds whole numbers, as `jax.nn.one_hot(ids, n)`.
         is_solution: whether it was made of what a decomposition or a solver returns, and nothing bounds it, as the
             residual `b - a @ jnp.linalg.solve(a, b)`.
+        is_squared: whether its squares are summed, and others added to the sum, as those of `x` in `x.x - 2 x.y`.
         carry: what is demanded of the next value of the carry that it is: `Demand.TERM` of an accumulator, moved or
             not, as `h` in `h + x`; `Demand.RECURRENCE` of a state that the loop replaces with products and sums of
             itself, and of what is made of it: `x` in `a @ x`.
@@ -118,6 +119,7 @@ class ValueFacts(NamedTuple):
     is_constant: bool = False
     is_whole: bool = False
     is_solution: bool = False
+    is_squared: bool = False
     carry: int = Demand.NONE
     multiplies_slices: bool = False
     adds_matrix: bool = False
