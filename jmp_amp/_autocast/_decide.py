@@ -132,6 +132,19 @@ def decide(op: Context) -> tuple[Any, str]:
     return dtype if rule.op_class is OpClass.PROMOTE or rule.stores else None, why
 
 
+def exact_numbers(op: Context, dtype: Any) -> list[bool]:
+    """Returns which operands of an op in `dtype` are numbers that it does not hold, so that the op rounds its result.
+
+    In bfloat16 `287 * h` would be `288 * h`. A maximum of numbers that were rounded is itself rounded once: it stays in
+    `dtype`, and so does a comparison, so that `jnp.clip(h, 0, 0.7) >= 0.7` finds what was clipped.
+    """
+    if not (op.rule.arithmetic and op.rule.fuses and op.rule.op_class is OpClass.PROMOTE) or dtype == FLOAT32:
+        return [False] * len(op.values)
+    divides = False, op.rule.kind is ResultKind.QUOTIENT
+    triples = zip(op.values, op.is_float32, divides, strict=True)
+    return [is_float32 and x.origin is Origin.SCALAR and x.known.is_rounded(dtype, by) for x, is_float32, by in triples]
+
+
 def _why_float32(op: Context, values: Sequence[Value]) -> str:
     """Returns why an op that follows its operands reads float32; `values` are those traced in float32."""
     arrays = [value for value in values if value.origin is not Origin.SCALAR]

@@ -54,6 +54,7 @@ class OpSite(jx.Site):
 REASONS = {
     "rule": "the class of its primitive",
     "bias": "a bias does not widen a product, nor a scalar an array",
+    "number": "a number in the code that the low dtype does not hold: it computes in float32 and rounds its result",
     "stream": "it is a part of a residual stream, which `residual_stream` asks to be low",
     **WHY_AS_TRACED,
     "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",

@@ -9,11 +9,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
-from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
+from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, exact_numbers, params_for
 from jmp_amp._autocast._equations import describe_equations
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import IN_CODE, CastOp, Inside, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._rewrites import rewrite_of
+from jmp_amp._autocast._rewrites import rewrite_of, round_once
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
@@ -127,6 +127,8 @@ class Planner:
         pairs = zip(values, op.is_float32, strict=True)
         casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
         dtypes = tuple(cast or value.dtype for cast, value in zip(casts, values, strict=True))
+        if any(is_exact := exact_numbers(op, dtype)):
+            casts, why = tuple(None if exact else cast for exact, cast in zip(is_exact, casts, strict=True)), "number"
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
@@ -135,7 +137,7 @@ class Planner:
         own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
         shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
         saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
-        rewrite = rewrite_of(op, dtypes, own)
+        rewrite = round_once if why == "number" else rewrite_of(op, dtypes, own)
         changed = bool(rewrite or params) or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         run: Run = CastOp(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it

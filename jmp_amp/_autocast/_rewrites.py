@@ -267,4 +267,12 @@ def _tangent_of_broadcast(op: CastOp, primals: Sequence[Any], tangents: Sequence
     return jax.jvp(broadcast_first, primals, tangents)[1]
 
 
+def round_once(op: CastOp, args: Sequence[Any]) -> list[Any]:
+    """Evaluates an op on 16-bit arrays and float32 numbers in float32, and rounds its result."""
+    args = op.cast(args)
+    dtype = next(x.dtype for x in args if jx.dtype_of(x) != FLOAT32)
+    wide = [x if jx.dtype_of(x) == FLOAT32 else lax.convert_element_type(x, FLOAT32) for x in args]
+    return [lax.convert_element_type(x, dtype) for x in op.apply(wide)]
+
+
 _REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)
