@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -14,15 +14,16 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import Found
-from jmp_amp._autocast._analyses import WHY_AS_TRACED
+from jmp_amp._autocast._analyses import DEMAND_OF, WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
-from jmp_amp._autocast._values import Origin, constant
+from jmp_amp._autocast._values import Origin, Value, ValueFacts, constant
 from jmp_amp._calls import quote, shorten
+from jmp_amp._formats import FLOAT32
 from jmp_amp._modules import unbound
-from jmp_amp._ops import RULES, OpClass, ResultKind, Rule, product_axes
+from jmp_amp._ops import RULES, Demand, OpClass, ResultKind, Rule, product_axes
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, RAGGED_DOT, padding
 
 
@@ -33,6 +34,8 @@ class OpSite(jx.Site):
     Attributes:
         op_class: the class of the primitive, see `autocast`.
         why: a key of `REASONS`.
+        begins: of a product in float32, the op where the reason begins, `"eigh at train.py:12 (whiten)"`; empty for
+            other ops, and where it is the product itself.
         inputs: the dtypes of its floating operands before they are cast.
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
@@ -43,6 +46,7 @@ class OpSite(jx.Site):
 
     op_class: str
     why: str
+    begins: str = ""
     inputs: tuple[str, ...]
     compute: str
     output: str
@@ -131,8 +135,9 @@ def explain_call(
     whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole))
+    flow = _Flow(planner, steps)
     forward = [
-        _forward_site(planner, plan, step, eqns)
+        _forward_site(planner, plan, step, eqns, flow)
         for plan, step, eqns in steps
         if not step.inner and any(map(jx.is_inexact, (*step.eqn.invars, *step.eqn.outvars)))
     ]
@@ -166,7 +171,67 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
             yield from _steps(inner, *outer, step.eqn)
 
 
-def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn]) -> OpSite:
+_FACTS: Mapping[str, Callable[[ValueFacts, np.dtype], bool]] = {
+    "solution": lambda known, low: known.is_solution,
+    "loss": lambda known, low: known.is_log,
+    "constant": lambda known, low: known.leaves(low),
+}
+
+
+class _Flow:
+    """What the variables of a plan are made of, and what reads them, through calls, branches and loops."""
+
+    def __init__(self, planner: Planner, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]) -> None:
+        self._planner = planner
+        self._made, self._read = defaultdict[Var, list[Any]](list), defaultdict[Var, list[Any]](list)
+        self._values, self._demands = dict[Var, Value](), dict[Var, int]()
+        for plan, step, eqns in steps:
+            self._values |= plan.values
+            self._demands |= plan.demands
+            if not step.inner:
+                self._link(eqns, step.eqn.invars, step.eqn.outvars)
+                continue
+            structure = jx.structure_of(step.eqn)
+            for (_, places), inner in zip(jx.entries(structure), step.inner, strict=True):
+                ins, outs = inner.signature.invars, inner.signature.outvars
+                carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
+                pairs = [*zip([step.eqn.invars[i] for i in places], ins, strict=True)]
+                for a, b in (*pairs, *zip(outs, step.eqn.outvars, strict=False), *zip(outs, carried, strict=False)):
+                    self._link((), [a], [b])
+
+    def _link(self, eqns: Sequence[JaxprEqn], ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        ins = [atom for atom in ins if isinstance(atom, Var)]
+        for var in outs:
+            self._made[var].append((eqns, ins))
+        for var in ins:
+            self._read[var].append((eqns, outs))
+
+    def beginning(self, eqns: Sequence[JaxprEqn], why: str, low: np.dtype) -> str:
+        """Returns the op where the reason of a product begins, with its line; empty if it is the product itself."""
+        fact, way = _FACTS.get(why), DEMAND_OF.get(why, Demand.NONE)
+
+        def holds(var: Var) -> bool:
+            known = self._values[var].known
+            return fact(known, low) and not known.is_constant if fact else bool(self._demands[var] & way)
+
+        # Backward from its operands, as long as the fact holds, or forward from its result to what demands it.
+        links, ends = self._made if fact else self._read, list[Sequence[JaxprEqn]]()
+        waiting = [x for x in (eqns[-1].invars if fact else eqns[-1].outvars) if isinstance(x, Var) and holds(x)]
+        for var in waiting:
+            for op, others in links[var]:
+                further = list(filter(holds, others))
+                waiting += [x for x in further if x not in waiting]
+                ends += [op] if op and not further else []
+        rules = [(op, self._planner.rule_of(op[-1])) for op in ends]
+        found = [op for op, rule in rules if fact or rule.demand & way]
+        if way & (Demand.DISTANCE | Demand.RANGE | Demand.EDGE):  # a sum whose terms cancel, or a quotient
+            found += [op for op, rule in rules if rule.arithmetic and rule.kind is not ResultKind.PRODUCT]
+        if why in ("recurrence", "loop"):
+            found = [eqns[:i] for i, eqn in enumerate(eqns, 1) if isinstance(jx.structure_of(eqn), jx.Loop)][-1:]
+        return next((f"{op[-1].primitive.name} at {jx.lines_of(op)[0]}" for op in found), "")
+
+
+def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn], flow: _Flow) -> OpSite:
     eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
     forced = step.region.why
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
@@ -190,7 +255,9 @@ def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[Jaxpr
         why = "small divisor"
     inputs = [value.dtype for value in compress(values, is_float)]
     site = dataclasses.replace(jx.Site.at(eqns), direction="forward")  # also of a gradient in the program
-    return _op_site(site, eqn, rule, forced or why, inputs, str(compute), results)
+    why = forced or why
+    begins = flow.beginning(eqns, why, form.dtype) if rule.is_product and compute == FLOAT32 else ""
+    return dataclasses.replace(_op_site(site, eqn, rule, why, inputs, str(compute), results), begins=begins)
 
 
 def _has_small_divisor(planner: Planner, plan: Plan, operands: Sequence[Any]) -> bool:

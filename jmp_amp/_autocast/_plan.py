@@ -159,6 +159,7 @@ class Plan:
         signature: the jaxpr, open and without equations. A plan lives as long as its jaxpr, so it must not hold it.
         consts: the values of its constants.
         values: what is known of each variable.
+        demands: what the readers of each variable demand of it.
         steps: the decision for each equation.
         outs: what is known of the results.
         reads: in which dtype each input is read.
@@ -171,6 +172,7 @@ class Plan:
     signature: Jaxpr
     consts: Sequence[Any]
     values: Mapping[Var, Value]
+    demands: Mapping[Var, int]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
     reads: tuple[int, ...]

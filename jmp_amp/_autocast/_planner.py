@@ -257,6 +257,7 @@ class _PlanBuilder:
                     changed.update(self._outs[i] if self._decide(i) else ())
             changed = self._read()
         values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        demands = {var: variable.demand for var, variable in self._variables.items()}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = [step._replace(sums=self._sums(i, step)) for i, step in enumerate(self._steps) if step is not None]
         inner = [plan for step in steps for plan in step.inner]
@@ -264,7 +265,7 @@ class _PlanBuilder:
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         signature, outs = self._jaxpr.replace(eqns=[]), tuple([self._variable(x).value for x in self._jaxpr.outvars])
-        return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
+        return Plan(signature, self._consts, values, demands, steps, outs, reads, self._region, scopes, opaque)
 
     def _sums(self, i: int, step: Step) -> tuple[int, ...]:
         """Returns the operands that an equation reads in 16 bits, as many others do."""
