@@ -49,6 +49,7 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
         neighbours: its operands and readers.
+        is_float32: whether each operand was traced in float32; empty until it is decided.
     """
 
     info: EqnInfo
@@ -61,6 +62,7 @@ class Context(NamedTuple):
     stream: int
     inside: Sequence[Inside]
     neighbours: Neighbours = Neighbours()
+    is_float32: Sequence[bool] = ()
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -71,11 +73,6 @@ class Context(NamedTuple):
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
         return self.region.format, self.is_asked, self.leaves_range, self.is_ranked, self.stream, self.neighbours
-
-    @property
-    def is_float32(self) -> list[bool]:
-        """Whether each operand was traced in float32."""
-        return [jx.dtype_of(atom) == FLOAT32 for atom in self.info.eqn.invars]
 
     @property
     def is_input(self) -> tuple[bool, ...]:
@@ -94,7 +91,7 @@ def decide(op: Context) -> tuple[Any, str]:
     """
     rule, low = op.rule, op.region.format.dtype
     atoms = (*op.info.eqn.invars, *op.info.eqn.outvars)
-    is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
+    is_traced = FLOAT32 not in map(jx.dtype_of, atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
     values = list(compress(for_promotion(op), op.is_float32))

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
-from jmp_amp._autocast._values import Origin, Value, ValueFacts, constant
+from jmp_amp._autocast._values import Origin, Value, constant
 from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32
 from jmp_amp._modules import unbound
@@ -135,9 +135,9 @@ def explain_call(
     whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole))
-    flow = _Flow(planner, steps)
+    beginning = _beginnings(planner, steps)
     forward = [
-        _forward_site(planner, plan, step, eqns, flow)
+        _forward_site(planner, plan, step, eqns, beginning)
         for plan, step, eqns in steps
         if not step.inner and any(map(jx.is_inexact, (*step.eqn.invars, *step.eqn.outvars)))
     ]
@@ -171,67 +171,63 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
             yield from _steps(inner, *outer, step.eqn)
 
 
-_FACTS: Mapping[str, Callable[[ValueFacts, np.dtype], bool]] = {
-    "solution": lambda known, low: known.is_solution,
-    "loss": lambda known, low: known.is_log,
-    "constant": lambda known, low: known.leaves(low),
-}
+Steps = Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]
 
 
-class _Flow:
-    """What the variables of a plan are made of, and what reads them, through calls, branches and loops."""
+def _beginnings(planner: Planner, steps: Steps) -> Callable[[Sequence[JaxprEqn], str, np.dtype], str]:
+    """Returns a function that names the op where the reason begins for which a product is float32.
 
-    def __init__(self, planner: Planner, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]) -> None:
-        self._planner = planner
-        self._made, self._read = defaultdict[Var, list[Any]](list), defaultdict[Var, list[Any]](list)
-        self._values, self._demands = dict[Var, Value](), dict[Var, int]()
-        for plan, step, eqns in steps:
-            self._values |= plan.values
-            self._demands |= plan.demands
-            if not step.inner:
-                self._link(eqns, step.eqn.invars, step.eqn.outvars)
-                continue
-            structure = jx.structure_of(step.eqn)
-            for (_, places), inner in zip(jx.entries(structure), step.inner, strict=True):
-                ins, outs = inner.signature.invars, inner.signature.outvars
-                carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
-                pairs = [*zip([step.eqn.invars[i] for i in places], ins, strict=True)]
-                for a, b in (*pairs, *zip(outs, step.eqn.outvars, strict=False), *zip(outs, carried, strict=False)):
-                    self._link((), [a], [b])
+    It follows what the product reads as long as a fact holds, or what reads its result, to what demands that, through
+    calls, branches and loops. The name is empty if there is no other op.
+    """
+    made, read = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+    values, demands = dict[Var, Value](), dict[Var, int]()
 
-    def _link(self, eqns: Sequence[JaxprEqn], ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        ins = [atom for atom in ins if isinstance(atom, Var)]
-        for var in outs:
-            self._made[var].append((eqns, ins))
-        for var in ins:
-            self._read[var].append((eqns, outs))
+    def link(op: Sequence[JaxprEqn], ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        ins = [x for x in ins if isinstance(x, Var)]
+        for edges, variables, others in ((made, outs, ins), (read, ins, outs)):
+            for var in variables:
+                edges[var].append((op, others))
 
-    def beginning(self, eqns: Sequence[JaxprEqn], why: str, low: np.dtype) -> str:
-        """Returns the op where the reason of a product begins, with its line; empty if it is the product itself."""
-        fact, way = _FACTS.get(why), DEMAND_OF.get(why, Demand.NONE)
+    for plan, step, eqns in steps:
+        values |= plan.values
+        demands |= plan.demands
+        atoms, results, structure = step.eqn.invars, step.eqn.outvars, cast(Any, jx.structure_of(step.eqn))
+        if not step.inner:
+            link(eqns, atoms, results)
+        for (_, places), inner in zip(jx.entries(structure) if step.inner else (), step.inner, strict=True):
+            ins, outs = inner.signature.invars, inner.signature.outvars
+            carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
+            same = *zip([atoms[i] for i in places], ins, strict=True), *zip(outs, results, strict=False)
+            for a, b in (*same, *zip(outs, carried, strict=False)):
+                link((), [a], [b])
+
+    def beginning(eqns: Sequence[JaxprEqn], why: str, low: np.dtype) -> str:
+        way = DEMAND_OF.get(why, Demand.NONE)
 
         def holds(var: Var) -> bool:
-            known = self._values[var].known
-            return fact(known, low) and not known.is_constant if fact else bool(self._demands[var] & way)
+            known = values[var].known
+            facts = {"solution": known.is_solution, "loss": known.is_log, "constant": known.leaves(low)}
+            return bool(facts.get(why, demands[var] & way)) and not known.is_constant
 
-        # Backward from its operands, as long as the fact holds, or forward from its result to what demands it.
-        links, ends = self._made if fact else self._read, list[Sequence[JaxprEqn]]()
-        waiting = [x for x in (eqns[-1].invars if fact else eqns[-1].outvars) if isinstance(x, Var) and holds(x)]
+        waiting = [x for x in (eqns[-1].outvars if way else eqns[-1].invars) if isinstance(x, Var) and holds(x)]
+        ends = list[tuple[Sequence[JaxprEqn], Rule]]()
         for var in waiting:
-            for op, others in links[var]:
+            for op, others in (read if way else made)[var]:
                 further = list(filter(holds, others))
                 waiting += [x for x in further if x not in waiting]
-                ends += [op] if op and not further else []
-        rules = [(op, self._planner.rule_of(op[-1])) for op in ends]
-        found = [op for op, rule in rules if fact or rule.demand & way]
+                ends += [(op, planner.rule_of(op[-1]))] if op and not further else []
+        found = [op for op, rule in ends if not way or rule.demand & way]
         if way & (Demand.DISTANCE | Demand.RANGE | Demand.EDGE):  # a sum whose terms cancel, or a quotient
-            found += [op for op, rule in rules if rule.arithmetic and rule.kind is not ResultKind.PRODUCT]
+            found += [op for op, rule in ends if rule.arithmetic and rule.kind is not ResultKind.PRODUCT]
         if why in ("recurrence", "loop"):
             found = [eqns[:i] for i, eqn in enumerate(eqns, 1) if isinstance(jx.structure_of(eqn), jx.Loop)][-1:]
         return next((f"{op[-1].primitive.name} at {jx.lines_of(op)[0]}" for op in found), "")
 
+    return beginning
 
-def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn], flow: _Flow) -> OpSite:
+
+def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn], beginning: Callable) -> OpSite:
     eqn, rule, form = step.eqn, planner.rule_of(step.eqn), step.region.format
     forced = step.region.why
     values = [constant(atom.val) if isinstance(atom, Literal) else plan.values[atom] for atom in eqn.invars]
@@ -256,7 +252,7 @@ def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[Jaxpr
     inputs = [value.dtype for value in compress(values, is_float)]
     site = dataclasses.replace(jx.Site.at(eqns), direction="forward")  # also of a gradient in the program
     why = forced or why
-    begins = flow.beginning(eqns, why, form.dtype) if rule.is_product and compute == FLOAT32 else ""
+    begins = beginning(eqns, why, form.dtype) if rule.is_product and compute == FLOAT32 else ""
     return dataclasses.replace(_op_site(site, eqn, rule, why, inputs, str(compute), results), begins=begins)
 
 

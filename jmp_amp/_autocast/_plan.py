@@ -188,8 +188,6 @@ class Plan:
         waiting, shared = iter(steps), dict[tuple[Var, Any], Any]()
 
         def cast_once(atom: Any, x: Any, dtype: Any) -> Any:
-            if dtype is None:
-                return x
             if isinstance(atom, Literal):
                 return np.asarray(x).astype(dtype)
             if (atom, dtype) not in shared:
@@ -199,7 +197,8 @@ class Plan:
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
             step = next(waiting)
             with jx.versions.context_of(eqn):
-                args = list(map(cast_once, eqn.invars, operands, step.casts))
+                triples = zip(eqn.invars, operands, step.casts, strict=True)
+                args = [x if dtype is None else cast_once(atom, x, dtype) for atom, x, dtype in triples]
                 for i in step.sums:
                     args[i] = _own_read(cast_once(eqn.invars[i], operands[i], FLOAT32), args[i])
                 return step.run(args)

@@ -123,30 +123,30 @@ class Planner:
 
     def _first_order(self, op: Context) -> Step:
         eqn, values = op.info.eqn, op.values
+        op = op._replace(is_float32=[jx.dtype_of(atom) == FLOAT32 for atom in eqn.invars])
         dtype, why = decide(op)
         pairs = zip(values, op.is_float32, strict=True)
-        casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
-        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, values, strict=True))
-        if any(is_exact := exact_numbers(op, dtype)):
-            casts, why = tuple(None if exact else cast for exact, cast in zip(is_exact, casts, strict=True)), "number"
+        dtypes = tuple([dtype if eligible and dtype is not None else value.dtype for value, eligible in pairs])
+        triples = zip(dtypes, values, is_exact := exact_numbers(op, dtype), strict=True)
+        casts = [None if exact or to == value.dtype else to for to, value, exact in triples]
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
         has_rule = eqn.primitive.name in self._rules
-        triples = zip(casts, eqn.invars, op.is_input, strict=True)
-        own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
-        shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
-        saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
-        rewrite = round_once if why == "number" else rewrite_of(op, dtypes, own)
+        is_own = [has_rule and isinstance(a, Var) and x for a, x in zip(eqn.invars, op.is_input, strict=True)]
+        own = tuple([cast if mine else None for mine, cast in zip(is_own, casts, strict=True)])
+        shared = tuple([None if mine else cast for mine, cast in zip(is_own, casts, strict=True)])
+        saved = tuple([i for i, value in enumerate(values) if own[i] is not None and value.save_cast])
+        rewrite = round_once if any(is_exact) else rewrite_of(op, dtypes, own)
         changed = bool(rewrite or params) or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         run: Run = CastOp(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
-        shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
+        shows = FLOAT32 in map(jx.dtype_of, eqn.outvars)
         otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
-        reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
-        return Step(eqn, op.region, shared, outs, run, changed, reads, why)
+        reads = tuple([Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes])
+        return Step(eqn, op.region, shared, outs, run, changed, reads, "number" if any(is_exact) else why)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
