@@ -452,7 +452,7 @@ def _no_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes)
 def varying(shape: Shape | None) -> Axes:
     """Returns the axes of more than one element."""
     # A symbolic dimension can only be compared for equality.
-    return frozenset(i for i, n in enumerate(shape or ()) if n != 1)
+    return frozenset([i for i, n in enumerate(shape or ()) if n != 1])
 
 
 def is_smaller(shape: Sequence[Any], other: Sequence[Any]) -> bool:

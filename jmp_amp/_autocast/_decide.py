@@ -50,6 +50,7 @@ class Context(NamedTuple):
         stream: how the residual stream that it adds to is read; `NONE` if there is none.
         inside: its jaxprs, with info, if it holds some and does not run as it was traced.
         neighbours: its operands and readers.
+        is_float32: whether each operand was traced in float32; empty until it is decided.
     """
 
     info: EqnInfo
@@ -62,6 +63,7 @@ class Context(NamedTuple):
     stream: int
     inside: Sequence[Inside]
     neighbours: Neighbours = Neighbours()
+    is_float32: Sequence[bool] = ()
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -72,11 +74,6 @@ class Context(NamedTuple):
     def decision_key(self) -> tuple[Any, ...]:
         """All that the decision for a first-order op depends on, besides the op itself."""
         return self.region.format, self.is_asked, self.leaves_range, self.demand, self.stream, self.neighbours
-
-    @property
-    def is_float32(self) -> list[bool]:
-        """Whether each operand was traced in float32."""
-        return [jx.dtype_of(atom) == FLOAT32 for atom in self.info.eqn.invars]
 
     @property
     def is_input(self) -> tuple[bool, ...]:
@@ -95,7 +92,7 @@ def decide(op: Context) -> tuple[Any, str]:
     """
     rule, low = op.rule, op.region.format.dtype
     atoms = (*op.info.eqn.invars, *op.info.eqn.outvars)
-    is_traced = not any(jx.dtype_of(atom) == FLOAT32 for atom in atoms)
+    is_traced = FLOAT32 not in map(jx.dtype_of, atoms)
     if rule.op_class is OpClass.ORIGINAL:
         return FLOAT32, "traced" if is_traced else "precision" if rule.is_product else "rule"
     values = list(compress(for_promotion(op), op.is_float32))
@@ -131,6 +128,19 @@ def decide(op: Context) -> tuple[Any, str]:
         is_stream = op.options.has_low_stream and any(value.origin is not Origin.SCALAR for value in widened)
         why = "stream" if is_stream else "bias" if widened else "rule"
     return dtype if rule.op_class is OpClass.PROMOTE or rule.stores else None, why
+
+
+def exact_numbers(op: Context, dtype: Any) -> list[bool]:
+    """Returns which operands of an op in `dtype` are numbers that it does not hold, so that the op rounds its result.
+
+    In bfloat16 `287 * h` would be `288 * h`. A maximum of numbers that were rounded is itself rounded once: it stays in
+    `dtype`, and so does a comparison, so that `jnp.clip(h, 0, 0.7) >= 0.7` finds what was clipped.
+    """
+    if not (op.rule.arithmetic and op.rule.fuses and op.rule.op_class is OpClass.PROMOTE) or dtype == FLOAT32:
+        return [False] * len(op.values)
+    divides = False, op.rule.kind is ResultKind.QUOTIENT
+    triples = zip(op.values, op.is_float32, divides, strict=True)
+    return [is_float32 and x.origin is Origin.SCALAR and x.known.is_rounded(dtype, by) for x, is_float32, by in triples]
 
 
 def _why_float32(op: Context, values: Sequence[Value]) -> str:

@@ -159,6 +159,7 @@ class Plan:
         signature: the jaxpr, open and without equations. A plan lives as long as its jaxpr, so it must not hold it.
         consts: the values of its constants.
         values: what is known of each variable.
+        demands: what the readers of each variable demand of it.
         steps: the decision for each equation.
         outs: what is known of the results.
         reads: in which dtype each input is read.
@@ -171,6 +172,7 @@ class Plan:
     signature: Jaxpr
     consts: Sequence[Any]
     values: Mapping[Var, Value]
+    demands: Mapping[Var, int]
     steps: Sequence[Step]
     outs: tuple[Value, ...]
     reads: tuple[int, ...]
@@ -186,8 +188,6 @@ class Plan:
         waiting, shared = iter(steps), dict[tuple[Var, Any], Any]()
 
         def cast_once(atom: Any, x: Any, dtype: Any) -> Any:
-            if dtype is None:
-                return x
             if isinstance(atom, Literal):
                 return np.asarray(x).astype(dtype)
             if (atom, dtype) not in shared:
@@ -197,7 +197,8 @@ class Plan:
         def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
             step = next(waiting)
             with jx.versions.context_of(eqn):
-                args = list(map(cast_once, eqn.invars, operands, step.casts))
+                triples = zip(eqn.invars, operands, step.casts, strict=True)
+                args = [x if dtype is None else cast_once(atom, x, dtype) for atom, x, dtype in triples]
                 for i in step.sums:
                     args[i] = _own_read(cast_once(eqn.invars[i], operands[i], FLOAT32), args[i])
                 return step.run(args)

@@ -9,11 +9,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import Demands, Knowledge, joined, why_as_traced
-from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, params_for
+from jmp_amp._autocast._decide import Context, Neighbours, decide, describe_results, exact_numbers, params_for
 from jmp_amp._autocast._equations import describe_equations
 from jmp_amp._autocast._options import Options, format_in
 from jmp_amp._autocast._plan import IN_CODE, CastOp, Inside, Plan, Region, Run, Step, differs, is_loop_invariant
-from jmp_amp._autocast._rewrites import rewrite_of
+from jmp_amp._autocast._rewrites import rewrite_of, round_once
 from jmp_amp._autocast._streams import Streams, stream_of
 from jmp_amp._autocast._values import Origin, Reads, Stream, Use, Value, constant, constants
 from jmp_amp._formats import AS_TRACED, FLOAT32, FORMATS
@@ -123,28 +123,30 @@ class Planner:
 
     def _first_order(self, op: Context) -> Step:
         eqn, values = op.info.eqn, op.values
+        op = op._replace(is_float32=[jx.dtype_of(atom) == FLOAT32 for atom in eqn.invars])
         dtype, why = decide(op)
         pairs = zip(values, op.is_float32, strict=True)
-        casts = tuple(dtype if eligible and value.dtype != dtype else None for value, eligible in pairs)
-        dtypes = tuple(cast or value.dtype for cast, value in zip(casts, values, strict=True))
+        dtypes = tuple([dtype if eligible and dtype is not None else value.dtype for value, eligible in pairs])
+        triples = zip(dtypes, values, is_exact := exact_numbers(op, dtype), strict=True)
+        casts = [None if exact or to == value.dtype else to for to, value, exact in triples]
         params, outs = params_for(op, dtypes), describe_results(op, dtypes)
         # Each use of an input casts it for itself: the cotangents of a reused weight are summed in the weight's dtype,
         # as those of `embedding` in `h @ embedding.T`, where `h` starts as `embedding[tokens]`.
         has_rule = eqn.primitive.name in self._rules
-        triples = zip(casts, eqn.invars, op.is_input, strict=True)
-        own = tuple(cast if has_rule and isinstance(a, Var) and is_input else None for cast, a, is_input in triples)
-        shared = tuple(None if mine is not None else cast for mine, cast in zip(own, casts, strict=True))
-        saved = tuple(i for i, value in enumerate(values) if own[i] is not None and value.save_cast)
-        rewrite = rewrite_of(op, dtypes, own)
+        is_own = [has_rule and isinstance(a, Var) and x for a, x in zip(eqn.invars, op.is_input, strict=True)]
+        own = tuple([cast if mine else None for mine, cast in zip(is_own, casts, strict=True)])
+        shared = tuple([None if mine else cast for mine, cast in zip(is_own, casts, strict=True)])
+        saved = tuple([i for i, value in enumerate(values) if own[i] is not None and value.save_cast])
+        rewrite = round_once if any(is_exact) else rewrite_of(op, dtypes, own)
         changed = bool(rewrite or params) or differs(zip((*eqn.invars, *eqn.outvars), (*values, *outs), strict=True))
         run: Run = CastOp(eqn.primitive, tuple((eqn.params | params).items()), own, saved, rewrite)
         if not has_rule:  # it is joined with no other op: JAX may be able to run it, but not to compile it
             run = functools.partial(jx.bind, eqn)
         # The dtype of the operands does not show in the result of a comparison, `jnp.argmax(logits)` or `x > 0`.
-        shows = any(jx.dtype_of(var) == FLOAT32 for var in eqn.outvars)
+        shows = FLOAT32 in map(jx.dtype_of, eqn.outvars)
         otherwise = Reads.STORED if op.neighbours.is_stored else Reads.LOW
-        reads = tuple(Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes)
-        return Step(eqn, op.region, shared, outs, run, changed, reads, why)
+        reads = tuple([Reads.FUSED if d == FLOAT32 or not shows else otherwise for d in dtypes])
+        return Step(eqn, op.region, shared, outs, run, changed, reads, "number" if any(is_exact) else why)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -261,6 +263,7 @@ class _PlanBuilder:
                     changed.update(self._outs[i] if self._decide(i) else ())
             changed = self._read()
         values = {var: variable.value for var, variable in self._variables.items() if variable.value is not None}
+        demands = {var: variable.demand for var, variable in self._variables.items()}
         reads = tuple([self._variables[var].reads for var in self._jaxpr.invars])
         steps = [step._replace(sums=self._sums(i, step)) for i, step in enumerate(self._steps) if step is not None]
         inner = [plan for step in steps for plan in step.inner]
@@ -268,7 +271,7 @@ class _PlanBuilder:
         hiding = {step.eqn.primitive.name for step in steps if self._planner.hides_products(step.eqn)}
         opaque = frozenset(hiding.union(*[plan.opaque for plan in inner]))
         signature, outs = self._jaxpr.replace(eqns=[]), tuple([self._variable(x).value for x in self._jaxpr.outvars])
-        return Plan(signature, self._consts, values, steps, outs, reads, self._region, scopes, opaque)
+        return Plan(signature, self._consts, values, demands, steps, outs, reads, self._region, scopes, opaque)
 
     def _sums(self, i: int, step: Step) -> tuple[int, ...]:
         """Returns the operands that an equation reads in 16 bits, as many others do."""

@@ -267,4 +267,15 @@ def _tangent_of_broadcast(op: CastOp, primals: Sequence[Any], tangents: Sequence
     return jax.jvp(broadcast_first, primals, tangents)[1]
 
 
+def round_once(op: CastOp, args: Sequence[Any]) -> list[Any]:
+    """Evaluates an op on 16-bit arrays and float32 numbers in float32, and rounds its result."""
+    return _rounded(op, *op.cast(args))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)  # it is traced once for equal ops
+def _rounded(op: CastOp, *args: Any) -> list[Any]:
+    (low,) = {x.dtype for x in args} - {FLOAT32}
+    return [lax.convert_element_type(x, low) for x in op.apply([x.astype(FLOAT32) for x in args])]
+
+
 _REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)

@@ -130,6 +130,15 @@ class ValueFacts(NamedTuple):
         size, least = (self.size, normal) if self.is_constant else (self.least, subnormal)
         return self.size > largest or self.least <= size < least
 
+    def is_rounded(self, dtype: np.dtype, divides: bool) -> bool:
+        """Whether it is one number, repeated or not, that `dtype` does not hold, as 287 in bfloat16.
+
+        For a divisor, XLA multiplies by its reciprocal in `dtype`: only those of powers of two are exact.
+        """
+        is_power = math.frexp(self.size)[0] == 0.5
+        is_held = is_power if divides else self.size == float(np.float32(self.size).astype(dtype))
+        return self.is_constant and self.least == self.size and not is_held
+
 
 @functools.cache
 def _limits(dtype: np.dtype) -> tuple[float, float, float]:

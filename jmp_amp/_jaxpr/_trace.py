@@ -21,6 +21,8 @@ from jmp_amp._jaxpr._versions import context_of, open_jaxpr, trace, trace_named
 def dtype_of(x: Any) -> Any:
     """Returns the dtype of a variable, a literal, a type or an array; None for tokens, references and user types."""
     aval = getattr(x, "aval", x)
+    if type(aval) is jax.core.ShapedArray:  # as of most
+        return aval.dtype
     has_dtype = isinstance(aval, jax.core.ShapedArray) or not isinstance(aval, jax.core.AbstractValue)
     return getattr(aval, "dtype", None) if has_dtype else None
 

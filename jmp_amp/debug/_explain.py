@@ -15,11 +15,13 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import AttentionSite
 from jmp_amp._autocast import REASONS, AutocastOptions, OpSite, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
+from jmp_amp._formats import FORMATS
 from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_callable, grouped, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
+_FEW_IN_FLOAT32, _MOST_REASONS = 0.95, 8  # with so many of the FLOPs in 16 bits, nothing is said of the others
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
 
 
@@ -200,7 +202,8 @@ def low_share(report: PrecisionReport) -> float:
 def _headline(report: PrecisionReport) -> str:
     """Returns the summary of a report as one line."""
     summary = report.summary()
-    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in summary["matmul_flops"].items())
+    shares = sorted(summary["matmul_flops"].items(), key=lambda x: x[0] == "float32")  # what matters for speed first
+    flops = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in shares)
     share = summary["activation_bytes"]
     saved = f"JAX cannot differentiate it {report.why_forward}; `argnums` chooses arguments"
     if share is not None:
@@ -209,9 +212,24 @@ def _headline(report: PrecisionReport) -> str:
     scans = f" What scans keep is decided by {keepers}." if keepers else ""
     kernels = f" Kernels: {', '.join(summary['kernels'])}." if summary["kernels"] else ""
     return (
-        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {saved}.{scans} "
+        f"Autocast to {summary['dtype']}. Matmul FLOPs: {flops or 'none'}. {_reasons(report)}{saved}.{scans} "
         f"{summary['casts']} casts.{kernels} Primitives without a rule: {', '.join(summary['unknown']) or 'none'}."
     )
+
+
+def _reasons(report: PrecisionReport) -> str:
+    """Returns why products are float32, if many are: the shares of their FLOPs, and the line where each begins."""
+    if not FORMATS[report.dtype].is_low or low_share(report) >= _FEW_IN_FLOAT32:
+        return ""
+    place, shares = attrgetter("module", "source"), Counter[tuple[str, str]]()
+    products = [row for row in report.rows if row.flops and row.compute == "float32"]
+    forward = {place(row): row for row in products if row.direction == "forward"}
+    for row in products:  # the backward pass of a product is float32 for the same reason
+        cause = forward.get(place(row), row)
+        shares[cause.why, cause.begins or cause.source] += row.flops
+    total = sum(row.flops for row in report.rows)
+    lines = [f"\n{n / total:.0%} {why}, from {begins}" for (why, begins), n in shares.most_common(_MOST_REASONS)]
+    return "".join(["In float32:", *lines, "\nTo lower them: docs/custom-rules.md\n"]) if lines else ""
 
 
 def _tables(attention: Sequence[AttentionSite], ops: Sequence[OpSite]) -> Iterator[Table]:

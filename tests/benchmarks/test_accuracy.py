@@ -1,9 +1,16 @@
-"""Against float64, autocast is as accurate as the same model mixed by hand, in loss and in gradients."""
+"""Against float64, autocast is as accurate as the same model mixed by hand, in loss and in gradients.
+
+The products of public models are in 16 bits, as many as the page says.
+"""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from accuracy_models import CASES
 from autocast_accuracy import LOW_STREAM, SEEDS, STREAMS, measure, medians
+from shares import DTYPES, TITLE, cases, share, write
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -49,3 +56,27 @@ def test_a_systematic_error_is_seen(factor):
     hand = 1 + 0.05 * np.random.default_rng(0).standard_normal(SETS * SEEDS)
     auto = factor + 0.05 * np.random.default_rng(1).standard_normal(SETS * SEEDS)
     assert is_no_larger(auto, hand, 1.02) == (factor == 1)
+
+
+PAGE = Path("docs/benchmarks/autocast_accuracy.md")
+_, _, SECTION = PAGE.read_text().partition(f"{TITLE}\n")
+SHARES = {name: tuple(map(float, of)) for name, *of in re.findall(r"\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", SECTION)}
+
+
+def test_the_page_has_the_shares_of_all_models():
+    assert list(SHARES)[: len(cases())] == list(cases())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases())
+def test_no_share_of_products_in_16_bits_falls(name):
+    found = [share(*cases()[name](), dtype)[0] for dtype in DTYPES]
+    assert all(now >= before - 5e-4 for now, before in zip(found, SHARES[name], strict=True)), (found, SHARES[name])
+
+
+def test_writing_the_section_leaves_the_others(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\nfirst\n{TITLE}\n\nold\n\n## Other\n\nlast\n")
+    write(page, f"\n{TITLE}\n\nnew")
+    write(page, f"\n{TITLE}\n\nnewer")
+    assert page.read_text() == f"# Page\n\nfirst\n\n{TITLE}\n\nnewer\n\n## Other\n\nlast\n"

@@ -491,3 +491,90 @@ def test_the_reports_say_alike_where_an_op_is():
     assert others == [site, site]
     assert site["source"].startswith(f"{HERE}:")
     assert (site["module"], site["runs"], found.module, found.direction) == ("layer", 3, "layer", "forward")
+
+
+def whitened(x):
+    values, vectors = jnp.linalg.eigh(x.T @ x)  # eigh
+    return x @ (vectors / jnp.sqrt(values + 1))
+
+
+def masked(x):
+    return jax.jit(lambda x: jnp.where(x > 0, x, -1e9) + 1)(x)  # mask
+
+
+def simulated(x):
+    return lax.scan(lambda x, _: (x + 0.1 * (x @ W), None), x, length=3)[0]  # loop
+
+
+def entropy(p):
+    return -jnp.sum(p * jnp.log(p))  # logarithm
+
+
+def scaled(x):
+    y = 1e3 * x
+    return 1e4 * y  # scale
+
+
+# A program, the reason, the op where it begins, and the mark of its line. A product behind the line, or in front of it.
+BEGINNINGS = {
+    "a decomposition in front": (lambda w, x: jnp.tanh(whitened(x) @ w), "solution", "eigh", "eigh"),
+    "a decomposition behind": (lambda w, x: whitened(jnp.tanh(x) @ w), "decomposition", "eigh", "eigh"),
+    "in a loop": (
+        lambda w, x: lax.scan(lambda c, w: (c, c[::-1] @ w), whitened(x), w[None])[1],
+        "solution",
+        "eigh",
+        "eigh",
+    ),
+    "a mask in a call": (lambda w, x: masked(x) @ w, "constant", "select_n", "mask"),
+    "numbers in a row": (lambda w, x: scaled(x)[::-1] @ w, "constant", "mul", "scale"),
+    "a logarithm": (lambda w, x: entropy(jax.nn.sigmoid(x) @ jax.nn.sigmoid(w)), "logarithm", "log", "logarithm"),
+    "a logarithm in a branch": (
+        lambda w, x: lax.cond(x[0, 0] > 0, entropy, jnp.sum, jax.nn.sigmoid(x) @ jax.nn.sigmoid(w)),
+        "logarithm",
+        "log",
+        "logarithm",
+    ),
+    "a loop": (lambda w, x: simulated(x), "recurrence", "scan", "loop"),
+    "a difference": (
+        lambda w, x: jnp.sum(x**2, 1)[:, None] + jnp.sum(w**2, 0) - 2 * x @ w,  # difference
+        "distance",
+        "sub",
+        "difference",
+    ),
+    "an order": (lambda w, x: lax.top_k(jax.nn.softmax(x @ w), 2), "rank", "top_k", "order"),  # order
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_a_reason_is_shown_with_its_share_and_the_line_where_it_begins(name):
+    fun, why, primitive, mark = BEGINNINGS[name]
+    report = amp.explain(fun)(W + 0.1, X)
+    begins = {row.begins for row in report.rows if row.why == why and row.primitive == "dot_general"}
+    (begin,) = begins
+    assert begin.startswith(f"{primitive} at {HERE}:{line_of(mark)} ")
+    head = str(report).split("\n\n")[0]
+    flops = [row.flops for row in report.rows if row.compute == F32]
+    assert "In float32:\n" in head
+    assert f" {why}, from {begin}\n" in head
+    shown = [float(line.split("%")[0]) for line in head.splitlines() if ", from " in line]
+    assert sum(shown) == pytest.approx(100 * sum(flops) / sum(row.flops for row in report.rows), abs=len(shown))
+
+
+def test_where_products_are_low_no_reason_is_shown():
+    report = amp.explain(lambda w, x: jnp.tanh(x @ w))(W, X)
+    assert "In float32" not in str(report)
+    assert {row.begins for row in report.rows} == {""}
+    assert "In float32" not in str(amp.explain(lambda w, x: x @ w, "float32")(W, X))
+    assert "In float32" not in str(amp.explain(jnp.tanh)(X))
+
+
+@pytest.mark.parametrize("rules", [{"policy": "float16"}, {lax.dot_general_p: "lower"}])
+def test_a_rule_of_the_user_ends_what_the_head_shows(rules):
+    def fun(w, x):
+        _, vectors = jnp.linalg.eigh(x.T @ x)
+        with jax.named_scope("policy"):
+            return jnp.tanh(x @ vectors) @ w
+
+    before, after = (str(amp.explain(fun, rules=each)(W + 0.1, X)) for each in ({}, rules))
+    assert "% solution, from eigh at " in before
+    assert "solution" not in after
