@@ -459,6 +459,15 @@ def test_what_a_skipped_step_changes_is_listed():
     assert moved(jax.jit(averaged, donate_argnums=(0, 1, 2)), PARAMS, average, STATE, X) == listed
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, average)))
     assert moved(functools.partial(averaged, selects=True), PARAMS, average, STATE, X) is None
+
+    ema = optax.ema(0.9)
+
+    def by_optax(params, state, average, x):
+        params, state, loss = train_step(TX, params, state, x)
+        return params, state, ema.update(params, average)[1], loss
+
+    listed = "`average.count`, `average.ema['b']`, `average.ema['u']`, `average.ema['w']`"
+    assert moved(by_optax, PARAMS, STATE, ema.init(PARAMS), X) == listed
     with jax.debug_nans(True):
         listed = "`run['count']`, `run['key']`, `run['length']` (not finite), `run['mean']`"
         assert moved(with_statistics, RUN, X) == listed
@@ -687,3 +696,23 @@ def test_a_message_names_a_leaf_of_the_state():
 
     with pytest.warns(UserWarning, match=r"`step` returns `opt_state.sum_of_squares`, a value multiplied by"):
         check(step)(PARAMS, STATE, X)
+
+
+def test_what_a_jit_around_update_or_an_argument_hides_is_found():
+    def apply(grads, state, params):
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def forgotten(params, state, x, limit):
+        return jax.jit(apply)(jax.grad(loss_fn)(params, x), state, params)
+
+    def clipped(params, state, x, limit, apply=jax.jit(apply)):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        factor = jnp.minimum(1.0, limit / optax.tree.norm(grads))
+        return apply(jax.tree.map(lambda g: g * factor, grads), state, params)
+
+    args = PARAMS, STATE, X, jnp.float32(1.0)
+    for step in (forgotten, lambda *args: clipped(*args[:3], 1.0), lambda *args: clipped(*args, apply=apply)):
+        jax.eval_shape(step, *args)  # nothing is said
+        with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+            check(step)(*args)
