@@ -706,13 +706,14 @@ def test_what_a_jit_around_update_or_an_argument_hides_is_found():
     def forgotten(params, state, x, limit):
         return jax.jit(apply)(jax.grad(loss_fn)(params, x), state, params)
 
-    def clipped(params, state, x, limit, apply=jax.jit(apply)):
+    def clipped(params, state, x, limit, apply):
         grads = amp.grad(loss_fn, opt_state=state)(params, x)
         factor = jnp.minimum(1.0, limit / optax.tree.norm(grads))
         return apply(jax.tree.map(lambda g: g * factor, grads), state, params)
 
     args = PARAMS, STATE, X, jnp.float32(1.0)
-    for step in (forgotten, lambda *args: clipped(*args[:3], 1.0), lambda *args: clipped(*args, apply=apply)):
+    jitted = jax.jit(apply)
+    for step in (forgotten, lambda *args: clipped(*args[:3], 1.0, jitted), lambda *args: clipped(*args, apply)):
         jax.eval_shape(step, *args)  # nothing is said
         with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
             check(step)(*args)
