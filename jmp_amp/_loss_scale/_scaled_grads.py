@@ -69,6 +69,9 @@ def check_scaled(grads: Any, scale: Any, params: Any, cure: str, may_be: str) ->
     leaves = [(path, x) for path, x in pairs if _is_traced(x) and not is_overwritten(path, x)]
     if not leaves or not (_is_traced(scale) or np.any(np.asarray(scale) != 1)):
         return
+    for path, x in leaves[:4]:
+        if _is_unscaled(x):
+            raise ValueError(_unscaled_before(path))
     if error := _BeforeUpdate(scale, params, cure, has_others=not may_be).find_error(leaves):
         raise ValueError(error)
     is_traced = _is_traced(scale) and may_be != "number"
@@ -101,7 +104,7 @@ class _BeforeUpdate(UnitAnalysis):
         """Returns what was done to gradients, the tracers at these paths, that is wrong for scaled ones, and a cure."""
         tracers = [x for _, x in leaves]
         behind = jx.tracers_behind(*tracers, enters=_is_entered, with_flags=True)
-        if not any(_holds(eqn, lambda eqn: _is_mark(eqn) or _is_unscale(eqn)) for eqn in _parents(behind)):
+        if not any(_holds(eqn, _is_mark) for eqn in _parents(behind)):
             return None
         names = self._find_other(behind)
         units = _infer_units(self, behind, tracers, self._known, _UNKNOWN)
@@ -199,6 +202,17 @@ def _infer_units(
         for var, unit in zip(eqn.outvars, found, strict=True):
             units.setdefault(id(var), unit)
     return [unit_of(jx.versions.variable_of(x)) for x in ends]
+
+
+def _is_unscaled(grad: Any) -> bool:
+    """Whether a gradient is the result of `unscale`, or of transformations of it.
+
+    A gradient is not if it was differentiated after that, as where a loss reads updated parameters. It may not be if an
+    argument is behind both the unscaled gradients and what was done to them: that may have scaled them again.
+    """
+    tracers = jx.tracers_behind(grad, enters=lambda eqn: not (_is_unscale(eqn) or _differentiates(eqn)))
+    unscaled = [x for x in tracers if (eqn := jx.versions.parent_of(x)) is not None and _is_unscale(eqn)]
+    return bool(unscaled) and _arguments(tracers).isdisjoint(_arguments(jx.tracers_behind(*unscaled)))
 
 
 def _may_depend_on(grads: Sequence[Any], scale: Any, params: Any) -> bool:

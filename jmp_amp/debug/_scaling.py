@@ -238,7 +238,8 @@ class _StepAnalysis(UnitAnalysis):
     Attributes:
         warnings: what may be intended.
         equal: the units of scales that are known to be equal to others, or 1.
-        iterates: whether a loop over scaled values ends when values say so, which NaN may never do.
+        iterates: whether there are several updates, the second of which has another scale; or a loop over scaled values
+            that ends when values say so, which NaN may never do.
     """
 
     def __init__(self, n_scales: int, equal: dict[Any, Unit]) -> None:
@@ -269,9 +270,13 @@ class _StepAnalysis(UnitAnalysis):
         marks = jx.marks_in(eqn.source_info.name_stack)
         if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
             return [self.scales[-1 if ls.NEXT_SCALE in marks else -2]] * len(eqn.outvars)
-        if ls.EQUAL_SCALE in marks or ls.NO_SCALE in marks:
-            self._shared = self._shared or operands[-1]
-            self.equal[operands[-1].powers] = self._shared if ls.EQUAL_SCALE in marks else self.constant(1)
+        if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
+            if ls.NO_SCALE in divides:
+                self.equal[operands[-1].powers] = self.constant(1)
+            elif ls.EQUAL_SCALE in divides:
+                self.equal[operands[-1].powers] = self._shared = self._shared or operands[-1]
+            is_in_loop = any(each.primitive.name in ("scan", "while") for each in self.path)
+            self.iterates |= is_in_loop or operands[-1].powers == self.scales[-1].powers
         if self._is_guarded and ls.CHECK in marks:
             self.errors[f"{jx.site_of([*self.path, eqn]).where}, {_NEVER_CHECKED}"] = None
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")

@@ -485,6 +485,17 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
         jax.debug.callback(lambda n: pytest.fail("the step has run"), x[0, 0])
         return train_step(TX, params, state, x)[:2], with_statistics(RUN, x)[0]
 
+    def several(params, state, x, unrolled):
+        def one(carry, _):
+            params, state, _ = train_step(TX, *carry, x)
+            return (params, state), None
+
+        if unrolled:  # the second update is right, and no step that is skipped
+            return one(one((params, state), None)[0], None)[0]
+        return lax.scan(one, (params, state), length=2)[0]
+
+    assert moved(functools.partial(several, unrolled=True), PARAMS, STATE, X) is None
+    assert moved(functools.partial(several, unrolled=False), PARAMS, STATE, X) is None
     assert moved(counted, RUN, X) is None
     assert moved(with_a_rate, PARAMS, STATE, jnp.float32(0.1), X) is None  # in the place of the loss
     assert moved(logged, PARAMS, STATE, X) is None
