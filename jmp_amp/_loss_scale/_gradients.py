@@ -17,9 +17,9 @@ from jmp_amp._trees import is_value, multiply_wide
 
 AxisName = Hashable | tuple[Hashable, ...]
 UNSCALE, CHECK = "unscale", "overflow_check"  # mark both of gradients
-# Mark the reciprocal of a scale: of one that is always 1, of one that `grads_finite=` keeps equal to others, of any
-# other one; and the scale of the next step.
-NO_SCALE, EQUAL_SCALE, OWN_SCALE, NEXT_SCALE = "no_scale", "equal_scale", "own_scale", "next_scale"
+# Mark the reciprocal of a scale in `update`: of one that is always 1, of one that `grads_finite=` keeps equal to those
+# of other states, of any other one; and the scale of the next step.
+NO_SCALE, EQUAL_SCALE, OTHER_SCALE, NEXT_SCALE = "no_scale", "equal_scale", "other_scale", "next_scale"
 
 
 def unscale(tree: Any, factor: jax.Array) -> Any:

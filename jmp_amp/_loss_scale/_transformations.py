@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._gradients import EQUAL_SCALE, NO_SCALE, OWN_SCALE
+from jmp_amp._loss_scale._gradients import EQUAL_SCALE, NO_SCALE, OTHER_SCALE
 from jmp_amp._loss_scale._rule import (
     LossScale,
     LossScaleState,
@@ -268,13 +268,12 @@ def _checked_factor(grads: Any, state: Any, params: Any, rule: LossScale, given:
     check_type("state", state, DynamicLossScaleState, cure)
     if params is not None:
         _gradients.check_leaves(grads, params)
-    if given is not None:
-        check_grads_of(given, grads, params, _MOVE_INSIDE, may_be="equal")
-        return 1 / to_scale(given)
-    check_grads_of(state.loss_scale, grads, params, _MOVE_INSIDE, rule, may_be="equal" if is_shared else "")
-    is_one = rule.is_static and rule.init_scale == 1
-    with jx.marked(NO_SCALE if is_one else EQUAL_SCALE if is_shared else OWN_SCALE):
-        return 1 / state.loss_scale.loss_scale
+    is_own, is_one = given is None, rule.is_static and rule.init_scale == 1
+    may_be = "equal" if is_shared or not is_own else ""
+    check_grads_of(state.loss_scale if is_own else given, grads, params, _MOVE_INSIDE, rule, may_be)
+    mark = NO_SCALE if is_one else EQUAL_SCALE if is_shared else OTHER_SCALE
+    with jx.marked(mark if is_own else OTHER_SCALE):
+        return 1 / (state.loss_scale.loss_scale if is_own else to_scale(given))
 
 
 _MOVE_INSIDE = (

@@ -42,11 +42,6 @@ class Unit(NamedTuple):
         """Whether the value is data that a loss scale multiplies."""
         return not self.is_data_free and any(self.powers or ())
 
-    @property
-    def is_scale(self) -> bool:
-        """Whether the value is computed from loss scales alone, and is multiplied by one."""
-        return self.is_data_free and any(self.powers or ())
-
 
 _EPSILON = 1e-4  # smaller constants avoid a division by 0, and clip nothing
 

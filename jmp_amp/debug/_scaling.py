@@ -10,22 +10,9 @@ import numpy as np
 from jax.tree_util import SequenceKey, keystr
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp import _loss_scale as ls
 from jmp_amp._calls import listed, transformation, warn
-from jmp_amp._loss_scale import (
-    CHECK,
-    EQUAL_SCALE,
-    MICRO_BATCHES,
-    NEXT_SCALE,
-    NO_SCALE,
-    DynamicLossScaleState,
-    LossScaleState,
-    Unit,
-    UnitAnalysis,
-    UnscaleAndCheckState,
-    describe_unit,
-    is_concrete,
-    is_new_scale,
-)
+from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Unit, UnitAnalysis, describe_unit, is_new_scale
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._report import as_jit_takes, check_callable, grouped
 
@@ -138,7 +125,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
         program, arrays, rebuild = jx.trace_call(leaves, args, kwargs, jax.ShapeDtypeStruct)
         # The loss scale of each `LossScaleState`, by its position among the arrays.
-        scales = [jax.tree.leaves(state.loss_scale)[0] for state in _nodes((args, kwargs), LossScaleState)]
+        states = _nodes((args, kwargs), lambda x: isinstance(x, LossScaleState))
+        scales = [jax.tree.leaves(state.loss_scale)[0] for state in states]
         is_scale = [any(x is scale for scale in scales) for x in arrays]
         if not any(is_scale) and not any(is_new_scale(eqn) for *_, eqn in jx.equations_in(program)):
             raise ValueError(
@@ -161,12 +149,10 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         paths = [path for (path, _), x in zip(found, rebuild(units), strict=True) if isinstance(x, Unit)]
         after = [(path, var.aval) for path, var in zip(paths, opened.outvars, strict=True)]
         replaced = _replaced(before, after, lambda i, j: origins[i] <= units[j].origins)
-        names = [f"result{keystr(path)}" for path in paths]
-        for i, j in replaced.items():
-            names[j] = opened.debug_info.arg_names[i]
-        # Under `vmap` and `pmap`, a scalar has the shape of a scale.
-        shapes = {(), *(x.shape for (_, x), unit in zip(after, units, strict=True) if unit.is_scale)}
-        others = {x.shape for _, x in before} - shapes
+        known = {j: opened.debug_info.arg_names[i] for j, i in replaced.items()}
+        names = [known.get(j, f"result{keystr(path)}") for j, path in enumerate(paths)]
+        # Under `vmap` and `pmap`, a scalar has the shape of a scale, or one that no argument has.
+        others = {x.shape for _, x in before} - {(), *map(jnp.shape, scales)}
         for name, (_, x), unit in zip(names, after, units, strict=True):
             said = f"`step` returns `{name}`, {describe_unit(unit)}"
             if unit.is_scaled and sum(unit.powers or ()) == 0:
@@ -176,12 +162,10 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
-        if not analysis.iterates and (wrappers := _nodes((args, kwargs), DynamicLossScaleState)):
-            states = _nodes((args, kwargs), LossScaleState, UnscaleAndCheckState)
-            states += [state._replace(inner_state=()) for state in wrappers]
-            of_scale = {id(x) for x in jax.tree.leaves(states)}
+        if not analysis.iterates and _nodes((args, kwargs), lambda x: isinstance(x, ls.DynamicLossScaleState)):
+            of_optimizers = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
             moved = _moved_where_skipped(program, arrays, is_scale, replaced)
-            moved = {j: x for i, (j, x) in moved.items() if id(arrays[i]) not in of_scale}
+            moved = {j: x for j, x in moved.items() if id(arrays[replaced[j]]) not in of_optimizers}
             if any(map(jx.is_inexact, moved.values())):  # counts and random keys alone should move
                 changed = [f"`{names[j]}`{'' if all_finite(x) else ' (not finite)'}" for j, x in moved.items()]
                 analysis.warnings[f"where `step` is skipped, it changes {listed(changed)}. {_MOVES}"] = None
@@ -191,46 +175,47 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     return check
 
 
-def _nodes(tree: Any, *kinds: type) -> list[Any]:
-    """Returns the outermost nodes of these types."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
+def _nodes(tree: Any, selects: Callable[[Any], bool]) -> list[Any]:
+    """Returns the outermost nodes that are selected."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=selects) if selects(x)]
 
 
-def _trees(leaves: Sequence[tuple[Path, Any]]) -> dict[Any, tuple[list[int], list[Any]]]:
-    """Returns the numbers of the leaves of each argument or result, and their paths, shapes and dtypes in it."""
-    groups = grouped(range(len(leaves)), lambda i: leaves[i][0][0])
-    types = [(path[1:], x.shape, x.dtype) for path, x in leaves]
-    return {place: (numbers, [types[i] for i in numbers]) for place, numbers in groups.items()}
+def _is_of_optimizer(x: Any) -> bool:
+    """Whether a node is the state of the wrapper, or of a chain around it, in which others may move."""
+    kinds = ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState
+    return isinstance(x, kinds) or (type(x) is tuple and all(isinstance(each, tuple) for each in x))
 
 
 def _replaced(
     before: Sequence[tuple[Path, Any]], after: Sequence[tuple[Path, Any]], depends: Callable[[int, int], bool]
 ) -> dict[int, int]:
-    """Returns the results that are next values of arguments, by the numbers of these.
+    """Returns the arguments whose next values are among the results, by the numbers of these.
 
-    A result is that of an equal tree at the same place, or else of the first one. An array on its own depends on the
-    old one; at another place, a scalar could be a loss.
+    A result is the next value of a leaf with its type and path in an argument, at the same place, or else the first. An
+    array on its own depends on the old one; at another place, a scalar could be a loss.
     """
-    after = [(path if path and isinstance(path[0], SequenceKey) else (SequenceKey(0), *path), x) for path, x in after]
-    inputs, replaced = _trees(before), dict[int, int]()
-    for place, (outs, tree) in _trees(after).items():
-        equal = [key for key, (ins, other) in inputs.items() if other == tree and depends(ins[0], outs[0])]
-        equal = [place] if place in equal else [] if tree[0][:2] == ((), ()) else equal
-        if equal:
-            replaced |= zip(inputs.pop(equal[0])[0], outs, strict=True)
+    arguments = grouped(range(len(before)), lambda i: (before[i][0][1:], before[i][1].shape, before[i][1].dtype))
+    replaced = dict[int, int]()
+    for j, (path, x) in enumerate(after):
+        place = path if path and isinstance(path[0], SequenceKey) else (SequenceKey(0), *path)
+        equal = arguments.get((place[1:], x.shape, x.dtype), [])
+        free = [i for i in equal if i not in replaced.values() and depends(i, j)]
+        same = [i for i in free if before[i][0] == place]
+        if found := same or (free if place[1:] or x.shape else []):
+            replaced[j] = found[0]
     return replaced
 
 
 def _moved_where_skipped(
     program: Any, arrays: Sequence[Any], is_scale: Sequence[bool], replaced: dict[int, int]
-) -> dict[int, tuple[int, Any]]:
-    """Returns the results that a skipped step changes, with their numbers, by those of the arguments.
+) -> dict[int, Any]:
+    """Returns the results that a skipped step changes, by their numbers.
 
     The step runs with a scale of 1, so that averages differ from what they average, and then with one of NaN. It does
     not run without values, or if it has side effects.
     """
     opened, consts = jx.open_jaxpr(program)
-    are_known = all(isinstance(x, jax.Array | np.ndarray) and is_concrete(x) for x in (*arrays, *consts))
+    are_known = all(isinstance(x, jax.Array | np.ndarray) and ls.is_concrete(x) for x in (*arrays, *consts))
     if opened.effects or not are_known or any("callback" in eqn.primitive.name for *_, eqn in jx.equations_in(program)):
         return {}
 
@@ -240,10 +225,11 @@ def _moved_where_skipped(
         return jax.core.eval_jaxpr(opened, consts, *scaled)
 
     with jax.debug_nans(False), jax.debug_infs(False):
-        taken = run(1.0, arrays)
-        old = [taken[replaced[i]] if i in replaced else x for i, x in enumerate(arrays)]
+        taken, old = run(1.0, arrays), [*arrays]
+        for j, i in replaced.items():
+            old[i] = taken[j]
         new = run(jnp.nan, old)
-        return {i: (j, new[j]) for i, j in replaced.items() if jnp.any(old[i] != new[j])}
+        return {j: new[j] for j, i in replaced.items() if jnp.any(old[i] != new[j])}
 
 
 class _StepAnalysis(UnitAnalysis):
@@ -252,7 +238,8 @@ class _StepAnalysis(UnitAnalysis):
     Attributes:
         warnings: what may be intended.
         equal: the units of scales that are known to be equal to others, or 1.
-        iterates: whether a loop over scaled values ends when values say so, which NaN may never do.
+        iterates: whether there are several updates, the second of which has another scale; or a loop over scaled values
+            that ends when values say so, which NaN may never do.
     """
 
     def __init__(self, n_scales: int, equal: dict[Any, Unit]) -> None:
@@ -281,12 +268,16 @@ class _StepAnalysis(UnitAnalysis):
         A check for overflows in a branch that another one selects, as under `apply_if_finite`, never finds one.
         """
         marks = jx.marks_in(eqn.source_info.name_stack)
-        if is_new_scale(eqn) or NEXT_SCALE in marks:
-            return [self.scales[-1 if NEXT_SCALE in marks else -2]] * len(eqn.outvars)
-        if EQUAL_SCALE in marks or NO_SCALE in marks:
-            self._shared = self._shared or operands[-1]
-            self.equal[operands[-1].powers] = self._shared if EQUAL_SCALE in marks else self.constant(1)
-        if self._is_guarded and CHECK in marks:
+        if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
+            return [self.scales[-1 if ls.NEXT_SCALE in marks else -2]] * len(eqn.outvars)
+        if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
+            if ls.NO_SCALE in divides:
+                self.equal[operands[-1].powers] = self.constant(1)
+            elif ls.EQUAL_SCALE in divides:
+                self.equal[operands[-1].powers] = self._shared = self._shared or operands[-1]
+            is_in_loop = any(each.primitive.name in ("scan", "while") for each in self.path)
+            self.iterates |= is_in_loop or operands[-1].powers == self.scales[-1].powers
+        if self._is_guarded and ls.CHECK in marks:
             self.errors[f"{jx.site_of([*self.path, eqn]).where}, {_NEVER_CHECKED}"] = None
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")
         if is_random and MICRO_BATCHES not in operands[0].origins and any(map(_accumulates, self.path)):

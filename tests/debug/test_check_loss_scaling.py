@@ -459,6 +459,15 @@ def test_what_a_skipped_step_changes_is_listed():
     assert moved(jax.jit(averaged, donate_argnums=(0, 1, 2)), PARAMS, average, STATE, X) == listed
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, average)))
     assert moved(functools.partial(averaged, selects=True), PARAMS, average, STATE, X) is None
+
+    ema = optax.ema(0.9)
+
+    def by_optax(params, state, average, x):
+        params, state, loss = train_step(TX, params, state, x)
+        return params, state, ema.update(params, average)[1], loss
+
+    listed = "`average.count`, `average.ema['b']`, `average.ema['u']`, `average.ema['w']`"
+    assert moved(by_optax, PARAMS, STATE, ema.init(PARAMS), X) == listed
     with jax.debug_nans(True):
         listed = "`run['count']`, `run['key']`, `run['length']` (not finite), `run['mean']`"
         assert moved(with_statistics, RUN, X) == listed
@@ -476,6 +485,17 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
         jax.debug.callback(lambda n: pytest.fail("the step has run"), x[0, 0])
         return train_step(TX, params, state, x)[:2], with_statistics(RUN, x)[0]
 
+    def several(params, state, x, unrolled):
+        def one(carry, _):
+            params, state, _ = train_step(TX, *carry, x)
+            return (params, state), None
+
+        if unrolled:  # the second update is right, and no step that is skipped
+            return one(one((params, state), None)[0], None)[0]
+        return lax.scan(one, (params, state), length=2)[0]
+
+    assert moved(functools.partial(several, unrolled=True), PARAMS, STATE, X) is None
+    assert moved(functools.partial(several, unrolled=False), PARAMS, STATE, X) is None
     assert moved(counted, RUN, X) is None
     assert moved(with_a_rate, PARAMS, STATE, jnp.float32(0.1), X) is None  # in the place of the loss
     assert moved(logged, PARAMS, STATE, X) is None
@@ -687,3 +707,24 @@ def test_a_message_names_a_leaf_of_the_state():
 
     with pytest.warns(UserWarning, match=r"`step` returns `opt_state.sum_of_squares`, a value multiplied by"):
         check(step)(PARAMS, STATE, X)
+
+
+def test_what_a_jit_around_update_or_an_argument_hides_is_found():
+    def apply(grads, state, params):
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def forgotten(params, state, x, limit):
+        return jax.jit(apply)(jax.grad(loss_fn)(params, x), state, params)
+
+    def clipped(params, state, x, limit, apply):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        factor = jnp.minimum(1.0, limit / optax.tree.norm(grads))
+        return apply(jax.tree.map(lambda g: g * factor, grads), state, params)
+
+    args = PARAMS, STATE, X, jnp.float32(1.0)
+    jitted = jax.jit(apply)
+    for step in (forgotten, lambda *args: clipped(*args[:3], 1.0, jitted), lambda *args: clipped(*args, apply)):
+        jax.eval_shape(step, *args)  # nothing is said
+        with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
+            check(step)(*args)
