@@ -40,7 +40,7 @@ KINDS = {  # of kernels: by their names, and by the op, the file and the functio
     "optimizer": r"multi_tensor_apply|optax|_optimizer_state|_params/",
     "loss": r"log_softmax|nll_loss|\bcross_entropy",
     "norms": r"layer_norm|\bnorm\b",
-    "casts, copies": r"^wrapped_convert|_to_copy|^mem(set|cpy)",
+    "casts, copies": r"^wrapped_convert|_to_copy|fused_mm|^mem(set|cpy)",
     "GELU, residual stream": r"gelu|\btransformer_layer\b",
     "biases and their sums": r"reduce_kernel|_sum_|\bdense\b",
     "around attention": r"permute|\battention\b",
