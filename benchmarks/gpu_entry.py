@@ -37,13 +37,14 @@ KINDS = {  # of kernels: by their names, and by the op, the file and the functio
     "attention": r"sdpa|flash|cudnn",
     "products": r"nvjet|gemm|cutlass|cublas",
     "check of gradients": r"pallas_kernels|non_?finite",
-    "optimizer": r"multi_tensor_apply|optax|_optimizer_state|_params/",
+    "optimizer": r"multi_tensor_apply|optax|_optimizer_state|_params/|\btrain_step",
     "loss": r"log_softmax|nll_loss|\bcross_entropy",
     "norms": r"layer_norm|\bnorm\b",
-    "casts, copies": r"^wrapped_convert|_to_copy|^mem(set|cpy)",
+    "casts, copies": r"^wrapped_convert|_to_copy|fused_mm|^loop_pad|^mem(set|cpy)",
     "GELU, residual stream": r"gelu|\btransformer_layer\b",
     "biases and their sums": r"reduce_kernel|_sum_|\bdense\b",
     "around attention": r"permute|\battention\b",
+    "embeddings, logits": r"embedding|\bloss_fn\b",
     "other": "",
 }
 STATES = {
@@ -229,10 +230,12 @@ def time_kernels(process, row, **what):
     kinds, names = dict.fromkeys(KINDS, 0.0), collections.Counter()
     for name, seconds in steps.kernels(run):
         names[name[:100]] += seconds / PROFILED
-        kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.I))] += (
-            1e3 * seconds / PROFILED
-        )
+        kinds[kind_of(name)] += 1e3 * seconds / PROFILED
     return {row: kinds | {"all": sum(kinds.values())}}, names.most_common(100)
+
+
+def kind_of(kernel):
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.I))
 
 
 def time_check(process, row, case, sizes, implementation):

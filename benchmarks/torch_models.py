@@ -71,11 +71,12 @@ CASES = {"gpt_case": GPT, "resnet_case": ResNet}
 
 def train_step(case, sizes, dtype, compiled=False, mode=None):
     """Returns a function that runs a step, one that waits, one that says the peak bytes, and one that lists kernels."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
     model = CASES[case](**sizes)
     batch = model.batch.to(device)
     model = model.to(device, memory_format=torch.channels_last) if case == "resnet_case" else model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=on_gpu)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     loss_of = torch.compile(model, mode=mode) if compiled else model
 
@@ -88,11 +89,11 @@ def train_step(case, sizes, dtype, compiled=False, mode=None):
         optimizer.zero_grad(set_to_none=True)
 
     def kernels(run):
-        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        where, time = ("CUDA", "device_time_total") if on_gpu else ("CPU", "self_cpu_time_total")
+        with profile(activities=[getattr(ProfilerActivity, where)]) as traced:
             run()
-        yield from ((event.key, event.device_time_total / 1e6) for event in traced.key_averages())
+        yield from ((event.key, getattr(event, time) / 1e6) for event in traced.key_averages())
 
     step()  # compiles it
-    on_gpu = device == "cuda"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     return step, wait, torch.cuda.max_memory_allocated if on_gpu else lambda: 0, kernels

@@ -185,3 +185,27 @@ def scaled_norm(x):
 def test_kernels_are_known_by_the_function_whose_line_they_come_from():
     sources = gpu_entry.sources_of(jax.jit(scaled_norm).lower(jnp.ones((64, 64))).compile().as_text())
     assert any("scaled_norm" in source and __file__ in source for source in sources.values())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT", "products"),
+        ('gemm_fusion_dot_62 jit(step)/jvp()/dot_general "models.py" "attention"', "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_backward_view_7", "norms"),
+        ('fusion_478 jit(step)/jvp()/add "models.py" "norm"', "norms"),
+        ("triton_red_fused__log_softmax_mm_prepare_softmax_online_18", "loss"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::", "optimizer"),
+        ('loop_add_select_fusion_18 jit(step)/cond "models.py" "train_step.<locals>.step"', "optimizer"),
+        (
+            'input_reduce_fusion_2 jit(step)/reduce_sum "pallas_kernels/reference.py" "_one_by_one"',
+            "check of gradients",
+        ),
+        ('wrapped_convert_3 jit(step)/jvp()/convert_element_type "models.py" "dense"', "casts, copies"),
+        ('input_reduce_fusion_4 jit(step)/transpose(jvp())/reduce_sum "models.py" "dense"', "biases and their sums"),
+        ("fusion_1 ", "other"),
+    ],
+)
+def test_kernels_have_kinds(kernel, kind):
+    assert gpu_entry.kind_of(kernel) == kind
