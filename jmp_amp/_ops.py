@@ -77,7 +77,7 @@ class Demand:
     METRIC = 1 << 18  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
     SQUARES = 1 << 19  # as a term beside a sum of squares: they cancel if it is a product of what was squared
     SQUARED = 1 << 20  # as what is squared in such a sum
-    HIDDEN = 1 << 21  # by a product, whatever is between: it is part of a hidden layer, and no result
+    HIDDEN = 1 << 21  # by a product of the forward pass, whatever is between: it is in a hidden layer, and no result
 
     OTHERS = ANY | RETURNED | LOSS
     EXACT = INDEX | CODE | RANK | METRIC  # which ops on few elements pass on
@@ -250,8 +250,9 @@ ORIGINAL = Rule(OpClass.ORIGINAL)
 _FULL = Rule(OpClass.FULL)
 _PROMOTE = Rule(OpClass.PROMOTE)
 _FOLLOW = Rule(OpClass.FOLLOW)
-_PRODUCT = Rule(OpClass.LOWER, ResultKind.MATRIX_PRODUCT, Demand.HIDDEN, dtype_params=("preferred_element_type",))
-_LOWER = _PRODUCT._replace(costly=True, stores=True)
+_LOWER = Rule(
+    OpClass.LOWER, ResultKind.MATRIX_PRODUCT, costly=True, stores=True, dtype_params=("preferred_element_type",)
+)
 _ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
@@ -578,7 +579,7 @@ class EqnInfo(NamedTuple):
         sources: what each operand was before it was only moved; None for a literal.
         between: for each of the two products in `A @ P @ A.T`, the operand that is or holds `P`; None for other ops.
         related: what it demands of its operands because they are products that share a factor, or it is a quotient by
-            what multiplies a function of it.
+            what multiplies a function of it, or a product of the forward pass.
         is_fraction: whether it subtracts a value and what that was rounded to, as `x - jnp.floor(x)`.
         token: stands for the primitive, its parameters and the types of its operands and results: the same op of
             another layer has the same object. None if it holds jaxprs or what cannot be hashed.

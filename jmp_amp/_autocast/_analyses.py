@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast._equations import is_backward
 from jmp_amp._autocast._paths import InfosOf, Paths
 from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
@@ -256,9 +257,15 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         return a | b
 
     def _pass(self, info: EqnInfo, *facts: Any) -> Sequence[int]:
-        """Passes no demand through an op whose results nothing reads, whatever it is: XLA drops it."""
+        """Passes no demand through an op whose results nothing reads, whatever it is: XLA drops it.
+
+        In a backward pass, no layer is hidden that was none.
+        """
         operands, outs = facts
-        return [Demand.NONE] * len(operands) if info.is_dead(outs) else super()._pass(info, *facts)
+        if info.is_dead(outs):
+            return [Demand.NONE] * len(operands)
+        demands = super()._pass(info, *facts)
+        return [of & ~Demand.HIDDEN for of in demands] if info.structure and is_backward(info.eqn) else demands
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of accumulators and recurrences, but not of those that nothing reads."""
