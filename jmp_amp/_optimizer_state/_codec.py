@@ -112,9 +112,10 @@ def _value(count: jax.Array, form: _Format) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)  # one program outside of `jit`, where each op would be one
 def decode(codes: jax.Array, formats: jax.Array | None) -> jax.Array:
-    """Returns float32, of the shape of the codes; from bfloat16 without formats."""
+    """Returns float32, of the shape of the codes; from bfloat16 without formats, which may be those of `pair`, too."""
     if formats is None:
         return codes.astype(jnp.float32)
+    formats = formats.astype(jnp.uint16)
     # XLA fuses this with the step if it is cheap, so some fields are computed for each block, not for each value.
     fields = lax.optimization_barrier(_parse(formats)[:2])
     least, fine = (_spread(x, codes.shape) for x in fields)
@@ -223,8 +224,9 @@ def store(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
     Args:
         x: float32.
-        formats: those that are tried first; they decide about blocks of zeros.
+        formats: those that are tried first, which may be those of `pair`, too; they decide about blocks of zeros.
     """
+    formats = formats.astype(jnp.uint16)
     fitted = jnp.full_like(formats, _ANY)
     for _ in range(3):  # the first codes are coarse
         (fitted,) = next_formats([(encode(x, fitted, _NEAREST), fitted)])
@@ -240,8 +242,7 @@ def store(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 def _exact(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the codes next to values, and whether all values of a block are those of the codes, bit for bit."""
-    code = _code(x, _parse(_spread(formats, x.shape)), _NEAREST) | _bits(x) >> 31 << 7
-    codes = code.astype(jnp.uint8)
+    codes = (_code(x, _parse(_spread(formats, x.shape)), _NEAREST) | _bits(x) >> 31 << 7).astype(jnp.uint8)
     return codes, (_bits(decode(codes, formats)) == _bits(x)).reshape(*formats.shape, -1).all(-1)
 
 
@@ -280,19 +281,11 @@ def pair(formats: jax.Array, following: jax.Array) -> jax.Array:
     return formats.astype(jnp.uint32) | following.astype(jnp.uint32) << 16
 
 
-def of_codes(pairs: jax.Array) -> jax.Array:
-    return pairs.astype(jnp.uint16)
-
-
-def of_next_codes(pairs: jax.Array) -> jax.Array:
-    return (pairs >> 16).astype(jnp.uint16)
-
-
 def convert(x: jax.Array, pairs: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Returns codes, and both formats of each block; bfloat16 without formats."""
     if pairs is None:
         return x.astype(jnp.bfloat16), None
-    codes, *formats = store(x, of_codes(pairs))
+    codes, *formats = store(x, pairs)
     return codes, pair(*formats)
 
 

@@ -51,7 +51,7 @@ class LowPrecisionState(NamedTuple):
     def with_float32(self) -> optax.OptState:
         """Returns the state of the wrapped transformation in float32, for a run without `low_precision_state`."""
         leaves, tree = jax.tree.leaves(self.inner_state), jax.tree.structure(self.inner_state)
-        for i, formats in jax.tree.map(codec.of_codes, self.formats).items():
+        for i, formats in self.formats.items():
             leaves[int(i)] = codec.decode(leaves[int(i)], formats)
         return jx.restored(jax.tree.unflatten(tree, leaves))
 
@@ -184,7 +184,7 @@ def low_precision_state(
         full = state.with_float32()
         _check(state, moments_of(inner.update, updates, full, params, extra_args))
         new_updates, new = inner.update(updates, full, params, **extra_args)
-        leaves, formats = jax.tree.leaves(new), jax.tree.map(codec.of_next_codes, state.formats)
+        leaves, formats = jax.tree.leaves(new), jax.tree.map(lambda x: (x >> 16).astype(jnp.uint16), state.formats)
         for i in formats:
             noise = codec.noise(leaves[int(i)].shape, int(i), state.step)
             leaves[int(i)] = codec.encode(leaves[int(i)], formats[i], noise, rounding == "nearest")
