@@ -257,9 +257,9 @@ to 2.5. Its codes were of an earlier form, and its scales took a byte more a blo
 """,
     "cost": """
 An update of four leaves of 17 to 525 million elements, without the forward and backward pass, for each parameter.
-Gradients have the dtype of the parameters. Launches count every kernel, also those of the few scalars, and copies of
-empty arrays with bfloat16. In 8 bits, one launch a leaf reads and writes everything of its size; the others compute and
-copy the formats of its blocks, a hundredth of the bytes.
+Gradients have the dtype of the parameters. Launches count every kernel, also those of the few scalars, which all leaves
+share. In 8 bits, one launch a leaf reads and writes everything of its size; two for each moment read and compute the
+formats of its blocks, a hundredth of the bytes.
 """,
     "errors": """
 The largest error of an update with `b2=0.999`, root mean square over all elements, divided by the size of the update

@@ -80,9 +80,9 @@ class LowPrecisionParamsState(NamedTuple):
 
     Attributes:
         masters: float32 copies of the parameters whose dtype is narrower than float32; `optax.MaskedNode` in place of
-            all other parameters, which need no copy. With `remainder=True`, the lower 16 bits of these copies for
-            bfloat16 parameters, as uint16. None with `masters=False`. A class that refuses such leaves is replaced by a
-            node with the same paths.
+            all other parameters, which need no copy. None with `masters=False`. A class that refuses such leaves is
+            replaced by a node with the same paths. The state of `remainder=True` has `remainders` in this place, the
+            lower 16 bits of the copies for bfloat16 parameters, as uint16; there `masters` reads the same.
         step: int32[], the number of steps so far. `seed` and `step` determine the random bits of the next step. None
             unless `rounding="stochastic"`.
         inner_state: the state of the wrapped transformation, initialized with float32 parameters.
@@ -103,9 +103,9 @@ class LowPrecisionParamsState(NamedTuple):
         """Returns the state with float32 masters in place of remainders, for a run with `remainder=False`."""
         pairs = zip(_flatten(params)[0], _flatten(self.masters)[0], strict=True)
         masters = [m if is_frozen(m) else _master(p, m) for p, m in pairs]
-        return self._replace(masters=jx.with_leaves(params, masters, is_frozen))
+        return LowPrecisionParamsState(jx.with_leaves(params, masters, is_frozen), self.step, self.inner_state)
 
-    def with_remainders(self, params: optax.Params) -> tuple[optax.Params, "LowPrecisionParamsState"]:
+    def with_remainders(self, params: optax.Params) -> tuple[optax.Params, "RemaindersState"]:
         """Returns parameters and state for a run with `remainder=True`; these are the same masters, bit for bit.
 
         A bfloat16 parameter whose master is halfway between two numbers may become the other one.
@@ -113,7 +113,31 @@ class LowPrecisionParamsState(NamedTuple):
         leaves, tree = _flatten(params)
         upper, lower = _split(leaves, _flatten(self.masters)[0])
         moved = tree.unflatten([x if _is_bfloat16(p) else p for p, x in zip(leaves, upper, strict=True)])
-        return moved, self._replace(masters=jx.with_leaves(params, lower, is_frozen))
+        return moved, RemaindersState(jx.with_leaves(params, lower, is_frozen), self.step, self.inner_state)
+
+
+@with_inner_state
+class RemaindersState(NamedTuple):
+    """State of `low_precision_params(remainder=True)`: a checkpoint of it is none of float32 masters, nor the reverse.
+
+    Attributes:
+        remainders: as `masters` of `LowPrecisionParamsState`, with uint16 for bfloat16 parameters.
+        step: None.
+        inner_state: as in `LowPrecisionParamsState`.
+    """
+
+    remainders: Any
+    step: jax.Array | None
+    inner_state: optax.OptState
+
+    @property
+    def masters(self) -> Any:
+        """The remainders."""
+        return self.remainders
+
+    def with_float32(self, params: optax.Params) -> LowPrecisionParamsState:
+        """Returns the state with float32 masters in place of remainders, for a run with `remainder=False`."""
+        return LowPrecisionParamsState(*self).with_float32(params)
 
 
 def low_precision_params(
@@ -211,19 +235,19 @@ def low_precision_params(
         )
     if remainder and not masters:
         raise ValueError("`remainder=True` stores masters in 16 bits, got `masters=False`; leave one of them out")
-    inner = optax.with_extra_args_support(inner)
+    inner, make_state = optax.with_extra_args_support(inner), RemaindersState if remainder else LowPrecisionParamsState
 
-    def init(params: optax.Params) -> LowPrecisionParamsState:
+    def init(params: optax.Params) -> LowPrecisionParamsState | RemaindersState:
         full = _upcast(params)
         leaves, stored = _flatten(params)[0], _flatten(full)[0]
         stored = _split(leaves, stored)[1] if remainder else stored
         held = jx.with_leaves(params, _masters(leaves, stored), is_frozen) if masters else None
         step = jnp.zeros((), jnp.int32) if rounding == "stochastic" else None
-        return LowPrecisionParamsState(held, step, inner.init(full))
+        return make_state(held, step, inner.init(full))
 
     def update(
-        updates: optax.Updates, state: LowPrecisionParamsState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, LowPrecisionParamsState]:
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, LowPrecisionParamsState | RemaindersState]:
         if params is None:
             raise ValueError("`low_precision_params` needs the parameters: call `tx.update(grads, opt_state, params)`")
         # Lists, because a class of the user may take no keys or halves of masters as its leaves.
@@ -235,6 +259,8 @@ def low_precision_params(
             masters_before, tree_of_masters = _flatten(state.masters)
             rest = iter(masters_before)
             held = [[next(rest) for _ in part] for part in parts]
+            if isinstance(state, RemaindersState):
+                _check_remainders(leaves, held)
             full = [_master(p, m[0]) if _is_low_precision(p) else p for p, m in zip(leaves, held, strict=True)]
         full_params = tree.unflatten(full)
         full_updates, inner_state = inner.update(_upcast(updates), state.inner_state, full_params, **extra_args)
@@ -251,9 +277,18 @@ def low_precision_params(
             stored = _masters(leaves, jax.tree.map(_reached, leaves, new_updates, nearest, stored))
             held = [old if is_frozen(g) else [new] for g, old, new in zip(grads, held, stored, strict=True)]
             new_masters = tree_of_masters.unflatten([x for part in held for x in part])
-        return tree.unflatten(new_updates), LowPrecisionParamsState(new_masters, step, inner_state)
+        return tree.unflatten(new_updates), make_state(new_masters, step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_remainders(params: Sequence[Any], held: Sequence[Sequence[Any]]) -> None:
+    wrong = {str(m[0].dtype) for p, m in zip(params, held, strict=True) if _is_bfloat16(p) and m[0].dtype != jnp.uint16}
+    if wrong:
+        raise ValueError(
+            f"remainders of bfloat16 parameters are uint16, got {', '.join(wrong)}; restore a checkpoint in the form "
+            "that it was saved in, and convert it by `with_float32` or `with_remainders`"
+        )
 
 
 def _rounded_update(param: Any, full: Any, full_update: Any, key: Any = None) -> Any:

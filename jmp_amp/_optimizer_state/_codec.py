@@ -27,9 +27,14 @@ becomes 0: one divides by second moments. The smallest value decides how far cod
 some of them are near 0 by chance, and the mean decides.
 
 **The codes of this step give the format of the next one,** from the largest, the smallest and the sum in a block. So a
-step reads and writes each value once. A block that was 0 until now has a format for all of float32: one octave a code
-where no value will be negative; where values may have signs, two octaves above 4, and what is much smaller than 2**-62
-is 0 for one step.
+step reads and writes each value once. Both formats of a block are held in one number of 32 bits, so that no kernel
+copies the next one to the place of the last. A block that was 0 until now has a format for all of float32: one octave a
+code where no value will be negative; where values may have signs, two octaves above 4, and what is much smaller than
+2**-62 is 0 for one step.
+
+**Values that were codes become the same values again.** A state in float32 does not say which formats its blocks had.
+The coarsest in which the values of a block are exact is the one that they come from, but for blocks of few or nearly
+equal values.
 """
 
 import functools
@@ -81,7 +86,7 @@ class _Format(NamedTuple):
 
     Attributes:
         least: the bits of `least`.
-        fine: how many codes come before the tail.
+        fine: how many codes come before the tail, as the upper 8 bits of 32.
         shift: by how many bits codes are shifted to their place in a float32.
         sign: whether there is a sign, 0 or 1.
     """
@@ -96,20 +101,21 @@ def _parse(formats: jax.Array) -> _Format:
     formats = formats.astype(jnp.uint32)
     shift, sign = formats >> 1 & 0x7F, formats & 1
     fine = jnp.where((shift == _WIDE) & (sign == 1), np.uint32(64), _FINE >> sign)
-    return _Format(formats >> 8 << 23, fine, shift, sign)
+    return _Format(formats >> 8 << 23, fine << 24, shift, sign)
 
 
 def _value(count: jax.Array, form: _Format) -> jax.Array:
     """Returns the number that a code stands for, given its bits but for the sign, as the upper 8 bits of 32."""
-    fine = jnp.minimum(count, form.fine << 24)
+    fine = jnp.minimum(count, form.fine)
     return _float(form.least + (fine >> 24 - form.shift) + (count - fine)) - _float(form.least)
 
 
 @functools.partial(jax.jit, inline=True)  # one program outside of `jit`, where each op would be one
-def decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
-    """Returns float32, of the shape of the codes; from bfloat16 without formats."""
-    if formats.size == 0:
+def decode(codes: jax.Array, formats: jax.Array | None) -> jax.Array:
+    """Returns float32, of the shape of the codes; from bfloat16 without formats, which may be those of `pair`, too."""
+    if formats is None:
         return codes.astype(jnp.float32)
+    formats = formats.astype(jnp.uint16)
     # XLA fuses this with the step if it is cheap, so some fields are computed for each block, not for each value.
     fields = lax.optimization_barrier(_parse(formats)[:2])
     least, fine = (_spread(x, codes.shape) for x in fields)
@@ -118,7 +124,7 @@ def decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
     return _float(_bits(_value(count, form)) | code - count)
 
 
-def encode(x: jax.Array, formats: jax.Array, noise: Any, nearest: bool = False) -> jax.Array:
+def encode(x: jax.Array, formats: jax.Array | None, noise: Any, nearest: bool = False) -> jax.Array:
     """Rounds to 8 bits; to bfloat16 without formats.
 
     Args:
@@ -127,22 +133,26 @@ def encode(x: jax.Array, formats: jax.Array, noise: Any, nearest: bool = False) 
         noise: uint32, random bits for each value, or half of their range, which rounds to nearest.
         nearest: whether to round to nearest where codes have a sign. Second moments would stand still.
     """
-    if formats.size == 0:
+    if formats is None:
         return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
     form = _parse(_spread(formats, x.shape))
     if nearest:
         noise = jnp.where(form.sign == 1, _NEAREST, noise)
-    count = _count(_bits(jnp.abs(x) + _float(form.least)), form, noise)
-    smallest = jnp.where(x == 0, 0, 2 - 2 * form.sign)  # without a sign, 1 is for negative values
-    largest = jnp.minimum(_count(_LARGEST, form, np.uint32(0)), 255 >> form.sign)
-    count = jnp.clip(count, smallest, largest)
+    count = _code(x, form, noise)
+    count = jnp.maximum(count, jnp.where(x == 0, 0, 2 - 2 * form.sign))  # without a sign, 1 is for negative values
     return jnp.where(x < 0, count * form.sign | 1 << 7 * form.sign, count).astype(jnp.uint8)
+
+
+def _code(x: jax.Array, form: _Format, noise: Any) -> jax.Array:
+    """Returns the codes of magnitudes."""
+    count = _count(_bits(jnp.abs(x) + _float(form.least)), form, noise)
+    return jnp.minimum(count, jnp.minimum(_count(_LARGEST, form, np.uint32(0)), 255 >> form.sign))
 
 
 def _count(bits: Any, form: _Format, noise: Any) -> jax.Array:
     """Returns the code, but for the sign, of a number that is given by the bits of its sum with `least`."""
     above = bits - form.least
-    fine = jnp.minimum(above, form.fine << form.shift)
+    fine = jnp.minimum(above, form.fine >> 24 - form.shift)
     return (fine + (noise >> 32 - form.shift) >> form.shift) + (above - fine + (noise >> 8) >> _TAIL_SHIFT)
 
 
@@ -207,16 +217,54 @@ def _exponent(count: jax.Array, form: _Format) -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def store(x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns codes, rounded to nearest, their formats and those of the next step, of the shape of `like`."""
-    if like.size == 0:
-        return x.astype(jnp.bfloat16), like, like
-    following = jnp.full_like(like, _ANY)
+def store(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns codes, their formats, and those of the next step.
+
+    Values that were codes become these codes again. Others are rounded to nearest, in formats that fit them.
+
+    Args:
+        x: float32.
+        formats: those that are tried first, which may be those of `pair`, too; they decide about blocks of zeros.
+    """
+    formats = formats.astype(jnp.uint16)
+    fitted = jnp.full_like(formats, _ANY)
     for _ in range(3):  # the first codes are coarse
-        formats = following
-        codes = encode(x, formats, _NEAREST)
-        (following,) = next_formats([(codes, formats)])
-    return codes, formats, following
+        (fitted,) = next_formats([(encode(x, fitted, _NEAREST), fitted)])
+
+    def attempt(found: jax.Array, tried: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.where(_exact(x, tried)[1], tried, found), None
+
+    found, _ = lax.scan(attempt, fitted, jnp.stack([formats, *_candidates(x, formats)]), reverse=True)
+    codes, is_exact = _exact(x, found)
+    codes = jnp.where(_spread(is_exact, x.shape), codes, encode(x, found, _NEAREST))
+    return codes, found, next_formats([(codes, found)])[0]
+
+
+def _exact(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes next to values, and whether all values of a block are those of the codes, bit for bit."""
+    codes = (_code(x, _parse(_spread(formats, x.shape)), _NEAREST) | _bits(x) >> 31 << 7).astype(jnp.uint8)
+    return codes, (_bits(decode(codes, formats)) == _bits(x)).reshape(*formats.shape, -1).all(-1)
+
+
+def _candidates(x: jax.Array, formats: jax.Array) -> list[jax.Array]:
+    """Returns formats that values may come from, the coarsest first.
+
+    Below 2**24 times `least`, the lowest bit that is set in a block is that of the first code, or up to as many bits
+    above it as a code has. Beyond, as after an outlier, `least` does not change the sum with it, and may be any that is
+    low enough; codes of the tail are an even number of octaves from its start.
+    """
+    bits = _bits(x).reshape(*formats.shape, -1)
+    exponent, significand = bits >> 23 & 0xFF, bits & 0x7FFFFF | 1 << 23
+    lowest = exponent + lax.population_count((significand & -significand) - 1)  # the lowest bit that is set, plus 23
+    lowest, smallest = (jnp.where(bits << 1 == 0, 255, each).min(-1).astype(jnp.int32) for each in (lowest, exponent))
+    sign = (bits >> 31).max(-1).astype(jnp.int32)
+
+    def form(mantissa: int, least: jax.Array) -> jax.Array:
+        return (jnp.clip(least, 8, 254) << 8 | 23 - mantissa << 1 | sign).astype(jnp.uint16)
+
+    found = [jnp.full_like(formats, kind) for kind in (_FIRST_SIGNED, _TINY)]
+    found += [form(m, lowest - 23 + m - n) for m in range(2, 7) for n in range(m + 1)]
+    return found + [form(m, smallest - 25 - (_octaves(m, sign) + 1) % 2) for m in range(2, 7)]
 
 
 def block_of(x: jax.Array, block: int) -> int | None:
@@ -228,8 +276,21 @@ def block_of(x: jax.Array, block: int) -> int | None:
     return next((n for n in range(block, LEAST_BLOCK - 1, -1) if held % n == 0), None)
 
 
-def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns codes, formats and those of the first step, for a state that starts.
+def pair(formats: jax.Array, following: jax.Array) -> jax.Array:
+    """Returns uint32, from the formats of codes and of those of the next step, which are uint16."""
+    return formats.astype(jnp.uint32) | following.astype(jnp.uint32) << 16
+
+
+def convert(x: jax.Array, pairs: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns codes, and both formats of each block; bfloat16 without formats."""
+    if pairs is None:
+        return x.astype(jnp.bfloat16), None
+    codes, *formats = store(x, pairs)
+    return codes, pair(*formats)
+
+
+def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Returns codes, and both formats of each block, for a state that starts.
 
     Args:
         x: float32.
@@ -237,15 +298,12 @@ def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[j
         constant: the number that is everywhere in `x`, or None. XLA would fold large maxima for minutes.
         is_positive: whether the values will be 0 or more.
     """
-    blocks = x.reshape(*x.shape[:-1], -1, block)[..., 0] if block else jnp.zeros(0)
-    if not block or constant is None:
-        return store(x, jnp.zeros_like(blocks, jnp.uint16))
-    first = _FIRST_UNSIGNED if is_positive else _FIRST_SIGNED
-    fills = [0, first, first]
-    if constant != 0:
+    if not block:
+        return convert(x, None)
+    code, first = 0, (_FIRST_UNSIGNED if is_positive else _FIRST_SIGNED) * (1 | 1 << 16)
+    if constant:
         with jax.ensure_compile_time_eval():
-            stored = store(jnp.full((1, block), constant, jnp.float32), jnp.zeros((1, 1), jnp.uint16))
-            fills = [int(x[0, 0]) for x in stored]
-    code, *kinds = fills
-    formats, following = (jnp.full_like(blocks, kind, jnp.uint16) for kind in kinds)
-    return jnp.full_like(x, code, jnp.uint8), formats, following
+            stored = convert(jnp.full((1, block), constant, jnp.float32), jnp.full((1, 1), first, jnp.uint32))
+            code, first = (int(x[0, 0]) for x in stored if x is not None)
+    pairs = jnp.full_like(x.reshape(*x.shape[:-1], -1, block)[..., 0], first, jnp.uint32)
+    return convert(x, pairs) if constant is None else (jnp.full_like(x, code, jnp.uint8), pairs)

@@ -17,6 +17,8 @@ from jmp_amp._optimizer_state._moments import Moments, facts_of_init, moments_of
 _DTYPES = ("float8", "bfloat16")
 _ROUNDINGS = ("nearest", "stochastic")
 _LEAST_SIZE = 4096
+_PLACEHOLDERS: list[type] = []  # of what `optax.tree_map_params` passes to `init` in place of parameters
+optax.tree_map_params(lambda params: _PLACEHOLDERS.append(type(params)), None, None)
 
 
 @with_inner_state
@@ -25,10 +27,9 @@ class LowPrecisionState(NamedTuple):
 
     Attributes:
         step: int32[], the number of steps so far, which determines the random bits of the next step.
-        formats: uint16, for each leaf that is held in low precision, by its place in `jax.tree.leaves(inner_state)`:
-            the format of each block, of the shape of the leaf with the last axis divided by the block. Empty with
-            `dtype="bfloat16"`.
-        next_formats: uint16, as `formats`: the format of each block in the next step.
+        formats: uint32, for each leaf that is held in low precision, by its place in `jax.tree.leaves(inner_state)`:
+            the format of each block in the lower 16 bits, and that of the next step in the upper ones, of the shape of
+            the leaf with the last axis divided by the block. None with `dtype="bfloat16"`.
         inner_state: the state of the wrapped transformation. Leaves in low precision are uint8, in the format of their
             block, or bfloat16.
 
@@ -44,8 +45,7 @@ class LowPrecisionState(NamedTuple):
     """
 
     step: jax.Array
-    formats: dict[str, jax.Array]
-    next_formats: dict[str, jax.Array]
+    formats: dict[str, jax.Array | None]
     inner_state: optax.OptState
 
     def with_float32(self) -> optax.OptState:
@@ -56,15 +56,15 @@ class LowPrecisionState(NamedTuple):
         return jx.restored(jax.tree.unflatten(tree, leaves))
 
     def with_low_precision(self, inner_state: optax.OptState) -> "LowPrecisionState":
-        """Returns this state with the values of a state of the wrapped transformation, each rounded to nearest.
+        """Returns this state with the values of a state of the wrapped transformation.
 
-        For a run that goes on from a checkpoint in float32: `tx.init(params).with_low_precision(inner_state)`.
+        For a run that goes on from a checkpoint in float32: `tx.init(params).with_low_precision(inner_state)`. Blocks
+        whose values came from `with_float32` hold the same values again, bit for bit; others are rounded to nearest.
         """
-        leaves = jax.tree.leaves(inner_state)
-        formats, next_formats = dict(self.formats), dict(self.next_formats)
+        leaves, formats = jax.tree.leaves(inner_state), dict(self.formats)
         for i, old in self.formats.items():
-            leaves[int(i)], formats[i], next_formats[i] = codec.store(leaves[int(i)], old)
-        return LowPrecisionState(self.step, formats, next_formats, jx.with_leaves(inner_state, leaves))
+            leaves[int(i)], formats[i] = codec.convert(leaves[int(i)], old)
+        return self._replace(formats=formats, inner_state=jx.with_leaves(inner_state, leaves))
 
 
 def low_precision_state(
@@ -159,12 +159,15 @@ def low_precision_state(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LowPrecisionState:
+        step = jnp.zeros((), jnp.int32)
+        if isinstance(params, *_PLACEHOLDERS):  # which has no leaves that say how many formats there are
+            return LowPrecisionState(step, step, inner.init(params))
         shapes = {jnp.shape(x) for x in jax.tree.leaves(params)}
         facts, state, moments = facts_of_init(inner.init, params), inner.init(params), Moments()
         with contextlib.suppress(Exception):  # it needs more arguments, or no gradients of these dtypes
             moments = moments_of(inner.update, params, state, params, {})
 
-        leaves, formats, next_formats = jax.tree.leaves(state), dict[str, jax.Array](), dict[str, jax.Array]()
+        leaves, formats = jax.tree.leaves(state), dict[str, jax.Array | None]()
         for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
             if jnp.shape(x) not in shapes or x.dtype != jnp.float32 or x.size < _LEAST_SIZE:
                 continue
@@ -172,9 +175,8 @@ def low_precision_state(
                 continue
             size = 0 if dtype == "bfloat16" else codec.block_of(x, block)
             if size is not None:
-                stored = codec.start(x, size, facts[i].constant, i in moments.positive)
-                leaves[i], formats[str(i)], next_formats[str(i)] = stored
-        return LowPrecisionState(jnp.zeros((), jnp.int32), formats, next_formats, jx.with_leaves(state, leaves))
+                leaves[i], formats[str(i)] = codec.start(x, size, facts[i].constant, i in moments.positive)
+        return LowPrecisionState(step, formats, jx.with_leaves(state, leaves))
 
     def update(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
@@ -182,16 +184,15 @@ def low_precision_state(
         full = state.with_float32()
         _check(state, moments_of(inner.update, updates, full, params, extra_args))
         new_updates, new = inner.update(updates, full, params, **extra_args)
-        leaves = jax.tree.leaves(new)
-        formats, next_formats = state.next_formats, dict(state.next_formats)
+        leaves, formats = jax.tree.leaves(new), jax.tree.map(lambda x: (x >> 16).astype(jnp.uint16), state.formats)
         for i in formats:
             noise = codec.noise(leaves[int(i)].shape, int(i), state.step)
             leaves[int(i)] = codec.encode(leaves[int(i)], formats[i], noise, rounding == "nearest")
         for group in _by_parameter(new, formats, updates):
             found = codec.next_formats([(leaves[int(i)], formats[i]) for i in group])
-            next_formats |= zip(group, found, strict=True)
+            formats |= {i: codec.pair(formats[i], following) for i, following in zip(group, found, strict=True)}
         stored = jx.with_leaves(new, leaves)
-        return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, next_formats, stored)
+        return new_updates, LowPrecisionState(optax.safe_increment(state.step), formats, stored)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -208,7 +209,7 @@ def _check(state: LowPrecisionState, moments: Moments) -> None:
         )
 
 
-def _by_parameter(state: Any, formats: Mapping[str, jax.Array], updates: Any) -> list[list[str]]:
+def _by_parameter(state: Any, formats: Mapping[str, jax.Array | None], updates: Any) -> list[list[str]]:
     """Returns the leaves in low precision in groups: those of one parameter, whose path is the end of theirs.
 
     XLA fuses the whole step of a parameter only if the maxima of its leaves are found by one reduction.
@@ -216,7 +217,7 @@ def _by_parameter(state: Any, formats: Mapping[str, jax.Array], updates: Any) ->
     parameters = {path for path, _ in jax.tree_util.tree_leaves_with_path(updates)}
     groups: dict[Any, list[str]] = {}
     for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        if (i := str(n)) in formats and formats[i].size:
+        if (x := formats.get(i := str(n))) is not None:
             ends = [path[j:] for j in range(len(path) + 1) if path[j:] in parameters]
-            groups.setdefault((ends[0] if ends else i, formats[i].shape), []).append(i)
+            groups.setdefault((ends[0] if ends else i, x.shape), []).append(i)
     return list(groups.values())

@@ -358,6 +358,48 @@ def test_a_state_goes_to_float32_and_back(dtype):
         assert (jnp.abs(low - high) <= 2.0**-4 * jnp.abs(high) + 2.0**-9 * jnp.abs(high).max()).all()
 
 
+def few(step):
+    return np.random.default_rng(step).random(SHAPE) < 0.02
+
+
+# The gradients of a step, from normal ones.
+STATES = {
+    "normal": lambda step, x: x,
+    "six decades": lambda step, x: x * np.logspace(-6, 0, 256),
+    "an outlier": lambda step, x: x * (1e8 if step == 3 else 1),
+    "other rows": lambda step, x: x * (np.arange(32) % 8 == step % 5)[:, None],
+    "few": lambda step, x: x * few(step),
+    "equal": lambda step, x: np.sign(x),
+    "positive": lambda step, x: np.abs(x),
+    "none for steps": lambda step, x: x * (step % 4 == 0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+@pytest.mark.parametrize("make", [ADAM, optax.lion(1e-2), optax.adagrad(1e-2), optax.trace(0.0)])
+@pytest.mark.sweep(3)
+def test_float32_and_back_is_the_identity_of_all_states(make, dtype):
+    tx, params = amp.low_precision_state(make, dtype), {"w": PARAMS["w"]}
+    back_of = jax.jit(lambda state: tx.init(params).with_low_precision(state.with_float32()))
+    same, blocks = 0, 0
+    for kind in STATES.values():
+        state = tx.init(params)
+        for step in range(6):
+            back = back_of(state)
+            assert same_bits(back.with_float32(), state.with_float32())
+            assert same_bits(state.with_low_precision(state.with_float32()), state)
+            want, _ = jitted(tx)(gradients(step, params), state, params)
+            updates, _ = jitted(tx)(gradients(step, params), back, params)
+            assert same_bits(updates, want)
+            if kind is STATES["normal"]:
+                pairs = zip(jax.tree.leaves(back.formats), jax.tree.leaves(state.formats), strict=True)
+                found = [np.asarray(a == b) for a, b in pairs]
+                same, blocks = same + sum(x.sum() for x in found), blocks + sum(x.size for x in found)
+            grads = kind(step, 1e-3 * np.random.default_rng(step).normal(size=SHAPE))
+            _, state = jitted(tx)({"w": jnp.asarray(grads, jnp.float32)}, state, params)
+    assert same >= 0.99 * blocks  # nearly all formats are found as well, and so are the codes of the next step
+
+
 # Skipped steps, checkpoints, wrappers
 
 
@@ -438,6 +480,35 @@ def test_an_optimizer_of_flax_nnx_trains():
     losses = [step(model, optimizer, jnp.ones((2, 64))) for _ in range(5)]
     assert losses[-1] < losses[0]
     assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(nnx.state(optimizer)))
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+@pytest.mark.parametrize("name", ["alone", "low_precision_params", "chain", "masked, inside"])
+def test_optax_maps_the_codes_of_parameters(name, dtype):
+    low = functools.partial(amp.low_precision_state, dtype=dtype)
+    tx = {
+        "alone": low(ADAM),
+        "low_precision_params": amp.dynamic_loss_scale(amp.low_precision_params(low(ADAM), remainder=True)),
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), low(ADAM)),
+        "masked, inside": low(optax.masked(ADAM, {"w": True, "b": True})),
+    }[name]
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS) if name == "low_precision_params" else PARAMS
+    state, seen = jax.jit(tx.init)(params), []
+
+    def put(x, param, place):
+        assert x.shape == param.shape
+        seen.append(x.dtype)
+        return place
+
+    assert same_bits(optax.tree_map_params(tx, lambda x: x, state), state)
+    split, whole = [NamedSharding(jax.make_mesh((8,), ("data",)), spec) for spec in (P("data"), P())]
+    shardings = optax.tree_map_params(
+        tx, put, state, params, {"w": split, "b": whole}, transform_non_params=lambda x: whole
+    )
+    assert seen.count({"float8": jnp.uint8, "bfloat16": jnp.bfloat16}[dtype]) == 2
+    placed = jax.jit(tx.init, out_shardings=shardings)(params)
+    assert same_bits(placed, state)
+    assert {x.sharding for x in jax.tree.leaves(placed) if x.shape == SHAPE} == {split}
 
 
 # Many devices
