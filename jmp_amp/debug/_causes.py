@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._ops import ResultKind, rule_of
-from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
+from jmp_amp._ops import rule_of
+from jmp_amp.debug._evaluation import FIRST, FLOAT64, Interpretation, evaluate_in, is_elementwise, precise
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
 
-_AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "window_dimensions"}  # an op along them
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _QUOTIENTS = {"log", "log2", "log1p"}, {"div", "rsqrt", "pow", "integer_pow", "rem"}
 _WITH_POLES = {*_LOGARITHMS, "atanh", "erf_inv", "lgamma", "digamma"}
@@ -52,20 +51,32 @@ class Element(NamedTuple):
         return np.asarray(held)[self.at].item() if is_array else None
 
 
-def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Cause:
-    """Returns what is seen at the first non-finite result of an op: the program is evaluated again up to it.
-
-    Args:
-        evaluation: of the program.
-        node: the result.
-        is_primal: whether the op is not of a derivative.
-    """
-    near = [x for x in nearest([node], depth=_DEPTH) if x.id]
+def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation, Node]:
+    """Returns an evaluation that holds what an op was computed from, and a result of the op in it."""
+    last = node.place.iteration[-1:]
+    window = (last[0] - _DEPTH, last[0] + 1) if last else evaluation.window
+    if last and last[0] >= FIRST:  # of a long loop
+        evaluation = evaluation.again(window=window)
+        node = _same(evaluation, node)
+    near = [x for x in nearest([merge_equal(evaluation.nodes)[node]], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    again = evaluation.again(holds=ids, until=node.place.id)
-    merge_equal(again.nodes)
-    node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
+    evaluation = evaluation.again(holds=ids, window=window)
+    return evaluation, _same(evaluation, node)
+
+
+def _same(evaluation: Interpretation, node: Node) -> Node:
+    return next((x for x in evaluation.nodes if x.id == node.id), node)
+
+
+def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
+    """Returns what is seen at the first non-finite result of an op.
+
+    Args:
+        names: of the arguments of the program.
+        node: the result, in an evaluation that holds the values near it.
+        is_primal: whether the op is not of a derivative.
+    """
     if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
@@ -79,7 +90,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _diagnose(element, evaluation.names, derivative)
+    return _diagnose(element, names, derivative)
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
@@ -189,11 +200,9 @@ def _operands(e: Element) -> list[Element]:
         return [Element(node.operands[index[0]], index[1:])]
     if not _is_known(node):
         return []
-    rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
-    is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
-    is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
-    if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
+    if not is_elementwise(node.place):
         return _terms(e)
+    arrays = [np.shape(x.held) for x in node.operands]
     indices = [tuple(i if n > 1 else 0 for i, n in zip(index, x, strict=False)) for x in arrays]
     return [Element(x, i) for x, i in zip(node.operands, indices, strict=True)]
 

@@ -18,17 +18,21 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
-from jmp_amp._ops import rule_of
+from jmp_amp._ops import ResultKind, rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
+from jmp_amp.debug._nodes import Cell, Id, Node, Place, Summary, argument_id, summary_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-_LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
+_LONG = 20_000  # ops; of a loop that runs more of them, the first iterations and those that are not finite are observed
+_AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "window_dimensions"}  # an op along them
+FIRST = 1000  # iterations
+_TOGETHER, _LARGE = 32, 2**24  # values and bytes that the host is told of at once
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+_OP_BY_OP = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "fusion"}  # each is rounded as it is alone
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +49,7 @@ class Evaluation:
         recorded: those that `around` records in this one. Those in a loop are stacked; those in a branch that did not
             run are 0.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
+        limits: how often each `while` loop may run, by its key, where it might never end with other values.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         results: the results of the program.
@@ -56,7 +61,8 @@ class Evaluation:
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-    loss_factor: float = 1.0
+    loss_factor: Any = None
+    limits: Mapping[Id, int] = dataclasses.field(default_factory=dict)
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
     results: list[Any] = dataclasses.field(init=False, default_factory=list)
@@ -89,7 +95,7 @@ class Evaluation:
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
-        structure, changes_ops = jx.structure_of(place.eqn), self.wide is not None or self.around is not None
+        structure, changes_ops = structure_of(place.eqn), self.wide is not None or self.around is not None
         is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
@@ -135,35 +141,63 @@ class Evaluation:
     def _trace_scan(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
         """Traces a `scan`, whose derivative keeps carries only."""
 
+        def run(carry: list[Any], i: Any, xs: list[Any], replayed: Any) -> tuple[list[Any], dict[Any, Any]]:
+            return self._run_body(loop.body, place.body(0, i), replayed, *values[loop.consts], *carry, *xs)
+
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(carry: list[Any], xs: tuple[list[Any], Mapping[Any, Any]]) -> tuple[Any, Any]:
-            args = [*values[loop.consts], *carry, *xs[0]]
-            outs, recorded = self._run_body(loop.body, place.body(0), xs[1], *args)
+        def step(carry: list[Any], xs: Any) -> tuple[Any, Any]:
+            outs, recorded = run(carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
             return new, (outs[loop.n_carry :], recorded)
 
         replayed = {key: x for key, x in self.replayed.items() if key[: len(place.key)] == place.key}
         options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-        carry, (ys, recorded) = lax.scan(step, values[loop.carry], (values[loop.xs], replayed), **options)
+        first = [lax.index_in_dim(x, 0, keepdims=False) for x in values[loop.xs]] if loop.length else []
+        start = self._in_stable_dtypes(values[loop.carry], lambda carry: run(carry, np.int32(0), first, {})[0])
+        xs = np.arange(loop.length, dtype=np.int32), values[loop.xs], replayed
+        carry, (ys, recorded) = lax.scan(step, start, xs, **options)
         self.recorded.update(recorded)
         return [*carry, *ys]
 
     def _trace_while(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
-        """Traces a `while` loop, in which nothing is recorded."""
+        """Traces a `while` loop, in which nothing is recorded. Under `vmap`, elements that are done stay."""
+        limit = self.limits.get(place.body(1).key)
 
-        def traced(k: int, jaxpr: Any, inputs: Sequence[int]) -> Any:
-            body = lambda *args: self._run_body(jaxpr, place.body(k), {}, *args)[0]  # noqa: E731
-            return jx.trace(body, [jax.typeof(values[i]) for i in inputs])
+        def goes_on(i: Any, carry: list[Any]) -> Any:
+            return self._run_body(loop.cond, place.body(0, i), {}, *values[loop.cond_consts], *carry)[0][0]
 
-        cond, body = (traced(k, *each) for k, each in enumerate(jx.entries(loop)))
-        return jx.bind(place.eqn, values, cond_jaxpr=cond, body_jaxpr=body)
+        def step(i: Any, carry: list[Any]) -> list[Any]:
+            new, _ = self._run_body(loop.body, place.body(1, i), {}, *values[loop.consts], *carry)
+            if jx.open_jaxpr(loop.cond)[0].outvars[0].aval.shape:
+                return [_where(goes_on(i, carry), x, y) for x, y in zip(new, carry, strict=True)]
+            return [x.astype(y.dtype) for x, y in zip(new, carry, strict=True)]
+
+        start = self._in_stable_dtypes(values[loop.carry], lambda carry: step(np.int32(0), carry))
+        is_within = (lambda i: True) if limit is None else (lambda i: i < limit)
+        return lax.while_loop(
+            lambda state: jnp.any(goes_on(*state)) & is_within(state[0]),
+            lambda state: (state[0] + 1, step(*state)),
+            (jnp.int32(0), start),
+        )[1]
+
+    def _in_stable_dtypes(self, carry: list[Any], step: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+        """Returns the carry of a loop in the dtypes that its region returns it in; without one, these are the same."""
+        while self.region is not None:
+            outs = jax.eval_shape(step, carry)
+            new = [
+                widened(x, self.wide) if jx.is_inexact(x) and out.dtype != x.dtype else x for x, out in zip(carry, outs)
+            ]
+            if all(x is y for x, y in zip(carry, new, strict=True)):
+                break
+            carry = new
+        return carry
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
         """Returns the results of an op, as `around` evaluates it."""
         compute = functools.partial(self._apply_in_dtype, place)
         outs = compute(operands) if self.around is None else self.around(place, operands, compute)
-        if self.loss_factor != 1 and applies_loss_scale(place.eqn):
-            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
+        if self.loss_factor is not None and applies_loss_scale(place.eqn):
+            outs = [x * self.loss_factor.astype(x.dtype) for x in outs]
         return outs
 
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
@@ -183,50 +217,158 @@ class Evaluation:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
 
-class _DoneError(Exception):
-    """The last op was evaluated, or the time is over."""
+@dataclasses.dataclass(eq=False)
+class _Observed(Evaluation):
+    """An evaluation that hands the values of each op to the host, and fuses none of them with another.
+
+    Attributes:
+        observe: takes the keys, indices and dtypes of values, the key of the body that ends with them, the iteration, and the
+            values; None if the results are enough.
+        suspects: the ops and arguments whose non-finite values may be replaced by zeros, by key and index: the
+            iteration of each, and its number in `allowed`.
+        allowed: bool[n], whose values are not replaced.
+        window: int32[2], the iterations of a long loop that are handed over, even if their results are finite.
+    """
+
+    observe: Callable[..., None] | None = None
+    suspects: Mapping[Any, Sequence[tuple[Id, int]]] = dataclasses.field(default_factory=dict)
+    allowed: Any = None
+    window: Any = None
+    _waiting: list[Any] = dataclasses.field(init=False, default_factory=list)
+    _is_kept: Any = True  # whether an iteration is handed over, whatever its results
+
+    def run(self) -> Self:
+        super().run()
+        self._hand_over(Place())
+        return self
+
+    def _argument(self, x: Any, i: int) -> Any:
+        return self._noted([x], Place(), argument_id(i))[0]
+
+    def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
+        outs = super()._visit(operands, place)
+        return self._noted(outs, place) if isinstance(structure_of(place.eqn), jx.Loop) else outs
+
+    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
+        return self._noted(super()._apply(operands, place), place, (), self._is_new(operands, place))
+
+    def _is_new(self, operands: Sequence[Any], place: Place) -> list[Any]:
+        """Returns flags that are all true where an op would make what is not finite; none if it only moves values."""
+        floats, rule = [x for x in operands if jx.is_inexact(x)], rule_of(place.eqn)
+        if not self.suspects or rule.moves or rule.is_decomposition or jx.inner_jaxprs(place.eqn):
+            return []
+        if floats and not is_elementwise(place):  # of zeros and NaN, the result says what depends on NaN
+            floats = super()._apply([x * 0 if jx.is_inexact(x) else x for x in operands], place)[:1]
+        return [jnp.isfinite(x) for x in floats]
+
+    def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
+        outer, self._waiting = (self._waiting, self._is_kept), []
+        if isinstance(loop := structure_of(place.eqn), jx.Loop) and is_long(loop):
+            i = place.iteration[-1]
+            self._is_kept &= (i < FIRST) | ((i >= self.window[0]) & (i < self.window[1]))
+        try:
+            args = [self._noted([x], place, argument_id(j))[0] for j, x in enumerate(args)]
+            outs, recorded = super()._run_body(jaxpr, place, replayed, *args)
+            self._hand_over(place, place.key, outs)
+            return outs, recorded
+        finally:
+            self._waiting, self._is_kept = outer
+
+    def _noted(self, values: Sequence[Any], place: Place, index: Id = (), is_new: Sequence[Any] = ()) -> Sequence[Any]:
+        """Returns values, with zeros for what is not allowed; they wait to be handed over.
+
+        What is finite in the other run may not be so with these zeros: `is_new` says where, as `_is_new` does.
+        """
+        if self.suspects:
+            found = self.suspects.get((place.key, index), [])
+            its = np.array([x for x, _ in found], np.int32).reshape(len(found), len(place.iteration))
+            is_here = jnp.all(its == jnp.array(place.iteration, np.int32), 1)
+            is_allowed = self.allowed[np.array([n for _, n in found], int)]
+            new = [functools.reduce(jnp.logical_and, is_new) & ~jnp.any(is_here & is_allowed)] if is_new else []
+            is_zero = functools.reduce(jnp.logical_or, new, jnp.any(is_here & ~is_allowed))
+            values = [jnp.where(is_zero, _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in values]
+        if self.observe is None:
+            return values
+        is_array = [isinstance(jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref) for x in values]
+        arrays = [*itertools.compress(values, is_array)]
+        indices = [index or (k,) for k in itertools.compress(itertools.count(), is_array)]
+        names = [(place.key, k, x.dtype) for k, x in zip(indices, arrays, strict=True)]
+        self._waiting += zip(names, map(_readable, arrays), strict=True)
+        if self._is_kept is True and (len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, arrays)) > _LARGE):
+            self._hand_over(place)
+        return values
+
+    def _hand_over(self, place: Place, body: Id | None = None, outs: Sequence[Any] = ()) -> None:
+        """Hands over the values that wait: in a long loop, if a result is not finite or the iteration is kept."""
+        names, values = [name for name, _ in self._waiting], [x for _, x in self._waiting]
+        self._waiting = []
+        if self.observe is not None:
+            tell = functools.partial(jax.debug.callback, functools.partial(self.observe, names, body))
+            if self._is_kept is True:
+                tell(place.iteration, *values)
+            else:
+                is_bad = [~jnp.all(jnp.isfinite(x)) for x in outs if jx.is_inexact(x)]
+                is_told = functools.reduce(jnp.logical_or, is_bad, self._is_kept)
+                lax.cond(is_told, tell, lambda *_: None, place.iteration, *values)
+
+
+def is_elementwise(place: Place) -> bool:
+    """Whether each element of the result of an op is computed from those of the operands at the same position."""
+    if jx.inner_jaxprs(place.eqn) or _AXES & place.eqn.params.keys():
+        return False
+    rule, shape = rule_of(place.eqn), jx.shape_of(place.eqn.outvars[0]) or ()
+    is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
+    shapes = [jx.shape_of(x) or () for x in place.eqn.invars]
+    return not is_moved and all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in shapes)
+
+
+def is_long(loop: jx.Loop) -> bool:
+    """Whether a loop runs so many ops that the host is not told of each."""
+    return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
+
+
+def _readable(x: Any) -> Any:
+    """Returns an array as JAX hands it to the host, where float64 would become float32."""
+    return lax.bitcast_convert_type(x, np.uint32) if x.dtype == FLOAT64 else x
 
 
 @dataclasses.dataclass(eq=False)
 class Interpretation(Evaluation):
-    """An evaluation of a program op by op, whose values are `Cell`s.
+    """A run of a program that is compiled as a whole. Which of its values are finite is known; those are `Cell`s.
 
     Attributes:
-        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
-            values that any other op or argument introduces. An argument with NaN or +inf introduces them as
-            `argument_id`. None allows all.
-        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. Those that
-            are known before are not exceeded: with values replaced, the loop might never end.
-        holds: the ids of the values to keep as `Node.held`.
-        until: the id of the last op to evaluate; None evaluates all.
         clock: is told of each op, and says when to stop.
+        suspects: non-finite values of ops and arguments of another run, by the id of what introduced them.
+        allowed: the ids of those that may introduce them; zeros replace those of the others.
+        holds: the ids of the values to keep as `Node.held`.
+        window: the iterations of a long loop that are looked at even if their results are finite.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
-        nodes: all values, in program order.
-        nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
-            from infinite constants, by the id of the op, in program order.
+        seen: the ops that were evaluated, by their keys.
     """
 
-    allowed: Collection[Id] | None = None
-    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
-    holds: Collection[Id] = ()
-    until: Id | None = None
+    loss_factor: float = 1.0
     clock: Clock = dataclasses.field(default_factory=Clock)
+    suspects: Mapping[Id, Node] = dataclasses.field(default_factory=dict)
+    allowed: Collection[Id] = ()
+    holds: Collection[Id] = ()
+    window: tuple[int, int] = (0, 0)
     is_stopped: bool = dataclasses.field(init=False, default=False)
-    nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
-    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
-    _bodies: dict[Id, Callable[..., Any]] = dataclasses.field(init=False, default_factory=dict)
+    seen: set[Id] = dataclasses.field(init=False, default_factory=set)
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
+    _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
+    _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=dict)  # the iterations of each body
+    _is_observed: bool = dataclasses.field(init=False, default=False)
 
     def run(self) -> Self:
-        """Evaluates the program, to `until` and while there is time."""
-        with contextlib.suppress(_DoneError):
-            super().run()
+        """Runs the program. All its values are known, or its results alone if it is evaluated otherwise."""
+        self._execute(bool(self.holds) or (self.wide is None and not self.suspects))
         return self
 
     def again(self, **changes: Any) -> Self:
-        """Evaluates the program otherwise. Its loops end as they did, unless it is evaluated in a wide dtype."""
-        counts = {} if "wide" in changes else dict(self.trip_counts)
-        return dataclasses.replace(self, trip_counts=counts, **changes).run()
+        """Runs the program otherwise."""
+        return dataclasses.replace(self, **changes).run()
 
     @property
     def names(self) -> Any:
@@ -243,14 +385,114 @@ class Interpretation(Evaluation):
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
+    @property
+    def nodes(self) -> list[Node]:
+        """All values, in program order."""
+        return self._dataflow[0]
+
+    @property
+    def nonfinite(self) -> dict[Id, Node]:
+        """The first non-finite result of each op that made it, by the id of the op, in program order.
+
+        Such an op computes non-finite values from finite operands, or NaN from infinite constants.
+        """
+        return self._dataflow[1]
+
+    def _execute(self, is_observed: bool) -> None:
+        """Compiles the program, unless another run has done so, and runs it."""
+        self._is_observed |= is_observed
+        try:
+            compiled = self._program(is_observed)
+            allowed = np.array([x in self.allowed for x in self.suspects], bool)
+            inputs = self.arrays, np.float32(self.loss_factor), allowed, np.array(self.window, np.int32)
+            self._compiled["listener"] = self
+
+            def ends() -> list[Any]:
+                results = jax.block_until_ready(compiled()(*inputs))
+                jax.effects_barrier()
+                return results
+
+            results = self.clock.wait_for(ends, "the program is compiled as a whole", self.clock.max_seconds)
+        except TimeoutError:
+            self.is_stopped = True
+        except Exception:  # what runs in the dtypes of the program may not run in others
+            if self.wide is None:
+                raise
+            self.is_stopped = True
+        self.results = [] if self.is_stopped else [Cell(x, Node(summary_of(x))) for x in results]
+
+    def _program(self, is_observed: bool) -> Callable[[], Callable[..., Any]]:
+        """Traces the program. Returns a function that returns what it is compiled to."""
+        key, shared = (self.wide, self.region, *self.suspects, is_observed), self._compiled
+        if key not in shared:
+            places = {(x.place.key, x.index * (not x.place.key)): [] for x in self.suspects.values()}
+            for n, x in enumerate(self.suspects.values()):
+                places[x.place.key, x.index * (not x.place.key)].append((x.place.iteration, n))
+            counts = {k: 1 + max(x[-1] for x in its) for k, its in self._compiled.get("ran", {}).items() if its[0]}
+            options = {"wide": self.wide, "region": self.region, "around": self._traced, "suspects": places}
+            observe = (lambda *args: shared["listener"]._observe(*args)) if is_observed else None
+            if self.suspects:
+                options["limits"] = {k: n for k, n in counts.items() if n < FIRST}
+
+            def run(arrays: Any, loss_factor: Any, allowed: Any, window: Any) -> list[Any]:
+                runtime = {"loss_factor": loss_factor, "allowed": allowed, "window": window}
+                return _Observed(self.program, arrays, observe=observe, **options, **runtime).run().results
+
+            avals = self.arrays, np.float32(1), np.zeros(len(self.suspects), bool), np.zeros(2, np.int32)
+            with precise(self.wide):
+                lowered = jax.jit(run, compiler_options=QUICK if self.wide else _OP_BY_OP).lower(*avals)
+            shared[key] = functools.cache(lowered.compile)
+        return shared[key]
+
+    def _traced(self, place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
+        self.clock.show("the program is traced as a whole")
+        if self.clock.is_late:
+            raise TimeoutError
+        return compute(operands)
+
+    def _observe(self, names: Sequence[Any], body: Id | None, iteration: Sequence[Any], *values: Any) -> None:
+        """Is told of values, on the host."""
+        iteration = tuple(map(int, iteration))
+        if body is not None:
+            self._ran.setdefault(body, []).append(iteration)
+        for (key, index, dtype), value in zip(names, values, strict=True):
+            if self.is_stopped or self.clock.is_late:
+                self.is_stopped = True
+                return
+            x, at = np.asarray(value), (*key, *iteration, *index)
+            x = x.view(dtype)[..., 0] if dtype == FLOAT64 else x
+            if at in self.holds:
+                self._arrays[at] = np.array(x)
+            if jx.is_inexact(x):
+                is_plain = at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
+                self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
+            if index == (0,):
+                self.seen.add(key)
+                self.clock.tick("ops evaluated")
+
+    @functools.cached_property
+    def _dataflow(self) -> tuple[list[Node], dict[Id, Node]]:
+        """The values in their dataflow, and those that are the first to be non-finite."""
+        if not self._is_observed:
+            self._execute(True)
+        self._nodes, self._nonfinite = list[Node](), dict[Id, Node]()
+        self._compiled.setdefault("ran", self._ran)
+        with precise(self.wide):
+            args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
+            ends = self._run(self.program, args, Place())
+        self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
+        return self._nodes, self._nonfinite
+
     def _constant(self, x: Any, is_literal: bool = False) -> Cell:
-        cell = self._track(super()._constant(x))
+        cell = self._track(self._in_dtype(x))
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
-    def _interpret(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of a loop or a branch."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+    def _argument(self, x: Any, i: int) -> Cell:
+        cell, cause = self._track(x, (), Place(), argument_id(i)), argument_id(i)
+        # -inf is often intended, as in a mask.
+        is_bad = not cell.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
+        return cell._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
@@ -259,131 +501,110 @@ class Interpretation(Evaluation):
         x.node.readers.append(cell.node)
         return cell
 
-    def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
-        """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
+    def _track(
+        self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = (), at: Id = ()
+    ) -> Cell:
+        """Returns the cell of a value that the op at `place`, or a copy, computed from `operands`.
+
+        Args:
+            value: the array, or its type.
+            operands: those that it was computed from.
+            place: of the op.
+            index: of the result.
+            at: the id of the value, if it has no place of its own.
+        """
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        node = Node(summary_of(value), place, index, reads)
-        node.held = value if not node.is_floating or node.id in self.holds else None
+        node = Node(Summary(), place, index, reads)
+        at, is_array = at or node.id, not isinstance(value, jax.core.AbstractValue)
+        unknown = Summary(jx.dtype_of(value).name, value.shape) if jx.is_inexact(value) else Summary()
+        node.summary = self._summaries.get(at) or (summary_of(value) if is_array else unknown)
+        node.held = self._arrays.get(at)
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
         node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
         for x in reads:
             x.readers.append(node)
-        self.nodes.append(node)
+        self._nodes.append(node)
         nonfinite = [] if node.summary.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
-    def _is_allowed(self, cause: Id) -> bool:
-        return self.allowed is None or cause in self.allowed
-
-    def _argument(self, x: Any, i: int) -> Cell:
-        summary, cause = summary_of(x), argument_id(i)
-        # -inf is often intended, as in a mask.
-        is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
-        if is_bad and not self._is_allowed(cause):
-            return self._track(_zero_nonfinite(x), (), Place(), cause)
-        return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
-
     def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        if self.clock.is_late:
-            self.is_stopped = True
-            raise _DoneError
-        self.clock.tick("ops evaluated")
-        outs = self._enter(operands, place)
-        if place.id == self.until:
-            raise _DoneError
-        return outs
-
-    def _enter(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        """Evaluates what is inside of an equation, or an op."""
-        match jx.structure_of(place.eqn):
+        """Follows the values into an equation, or through an op."""
+        match structure_of(place.eqn):
             case jx.Call(jaxpr, inputs, True):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
-                index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
-                return self._interpret(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop if loop.length != 0:
-                is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and self.wide is None
-                # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                if is_long and place.id not in self.trip_counts:
-                    results = self._apply_tracked(operands, place)
-                    if all(x.is_finite for x in results):
-                        return results
-                run = self._while if loop.length is None else self._scan
-                outs = run(loop, operands, place, self._compiled_body if is_long else self._interpret)
-                return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
+            case jx.Branches(jaxprs, inputs):
+                for body, jaxpr in ((place.body(k), x) for k, x in enumerate(jaxprs)):
+                    if place.iteration in self._ran.get(body.key, ()):
+                        return self._enter(jaxpr, [operands[i] for i in inputs], body)
+            case jx.Loop() as loop if self._iterations(place):
+                return self._follow(loop, operands, place)
         return self._apply_checked(operands, place)
 
-    def _apply_tracked(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        outs = self._apply([x.value for x in operands], place)
-        return [self._track(x, operands, place, (k,)) for k, x in enumerate(outs)]
+    def _enter(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Follows the values through the jaxpr of a loop or a branch."""
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+
+    def _iterations(self, place: Place) -> list[int]:
+        """Returns the iterations of a loop that are known, in the order in which they ran."""
+        n = len(place.iteration)
+        key = (*place.key, 0 if place.eqn.primitive.name == "scan" else 1)
+        return list(dict.fromkeys(x[n] for x in self._ran.get(key, ()) if x[:n] == place.iteration))
+
+    def _follow(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        """Follows the values through a loop; iterations that are not known are one op."""
+        k, carry, xs = int(loop.length is None), operands[loop.carry], operands[loop.xs]
+        consts, before, ys = operands[loop.consts], None, dict[int, list[Cell]]()
+        avals = [var.aval for var in jx.open_jaxpr(loop.body)[0].outvars]
+        for i in self._iterations(place):
+            if before is not None and abs(i - before) > 1:
+                args, before = [*consts, *carry, *xs], place.body(k, i - 1)
+                carry = [self._track(x, args, before, (j,)) for j, x in enumerate(avals[: loop.n_carry])]
+            outs = self._enter(loop.body, [*consts, *carry, *xs], place.body(k, i))
+            carry, ys[i], before = outs[: loop.n_carry], outs[loop.n_carry :], i
+        steps = range(loop.length or 0)
+        missing = [] if len(ys) == loop.length else [self._track(x, xs) for x in avals[loop.n_carry :]]
+        columns = zip(*(ys.get(i, missing) for i in steps), strict=True)
+        outs, n = [*carry], loop.n_carry
+        for j, column in enumerate(columns, n):
+            outs.append(self._track(place.eqn.outvars[j].aval, column, at=(*place.id, j)))
+        return [self._renamed(x, place, (j,)) for j, x in enumerate(outs)]
 
     def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
-        """Applies an op, and notes whether it made its results non-finite."""
-        outs = self._apply_tracked(operands, place)
+        """Follows the values through an op, and notes whether it made its results non-finite."""
+        outs = [self._track(x.aval, operands, place, (k,)) for k, x in enumerate(place.eqn.outvars)]
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
-        if not self._is_allowed(place.id):
-            return [self._track(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
-        self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
+        self._nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
-
-    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
-        if place.eqn.primitive.name != "shard_map":
-            return super()._apply_in_dtype(place, operands)
-        # JAX would evaluate it op by op.
-        return jax.jit(functools.partial(super()._apply_in_dtype, place), compiler_options=QUICK)(operands)
-
-    def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
-        if place.key not in self._bodies:
-            compiled = Evaluation(self.program, (), loss_factor=self.loss_factor)
-            run = functools.partial(compiled._run, jaxpr, place=place)
-            self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
-        n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
-        cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
-        if all(x.is_finite for x in cells) or any(x.causes for x in args):
-            return cells
-        del self.nodes[n_nodes:]
-        return self._interpret(jaxpr, args, place)
-
-    def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
-        carry, xs = operands[loop.carry], operands[loop.xs]
-        ys: dict[int, list[Cell]] = {}
-        steps = range(loop.length)
-        for i in reversed(steps) if place.eqn.params["reverse"] else steps:
-            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), 0, False)) for x in xs]
-            outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
-            carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-        columns = zip(*(ys[i] for i in steps), strict=True)
-        return [*carry, *(self._track(_stacked([y.value for y in column]), column) for column in columns)]
-
-    def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
-        carry = operands[loop.carry]
-        limit = self.trip_counts.get(place.id)
-        for i in itertools.count() if limit is None else range(limit):
-            (predicate,) = run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
-            self.trip_counts[place.id] = i
-            if not jnp.any(predicate.value):
-                break
-            new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
-            flags, pairs = predicate.value, zip(new, carry, strict=True)
-            carry = [self._track(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
-        return carry
-
-
-def _stacked(arrays: Sequence[Any]) -> Any:
-    """Stacks arrays. On the host: to compile a concatenation of thousands of arrays takes minutes."""
-    return jnp.asarray(np.stack(arrays)) if isinstance(arrays[0].dtype, np.dtype) else jnp.stack(arrays)  # keys
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
     """Returns the next carry of a `while` loop under `vmap`, where the elements that are done keep their values."""
     return lax.select(lax.broadcast_in_dim(predicate, new.shape, range(predicate.ndim)), new, old.astype(new.dtype))
+
+
+def structure_of(eqn: JaxprEqn) -> jx.Structure | None:
+    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, in which an axis has one element."""
+    structure = jx.structure_of(eqn)
+    if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size != 1:
+        return structure
+    jaxpr, avals = eqn.params["jaxpr"], [atom.aval for atom in eqn.invars]
+    run = functools.partial(jx.evaluate, jaxpr, apply=jx.apply_as_traced)
+
+    def of_one(*args: Any) -> list[Any]:
+        fun = lambda *args: run(args)  # noqa: E731
+        for name in eqn.params["mesh"].axis_names:
+            fun = jax.vmap(fun, None, None, axis_name=name, axis_size=1)
+        return fun(*args)
+
+    return jx.Call(_on_one(jx.open_jaxpr(jaxpr)[0], (), lambda: jx.trace(of_one, avals)), range(len(avals)))
+
+
+_on_one = jx.Cache()
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
