@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._ops import rule_of
-from jmp_amp.debug._evaluation import FIRST, FLOAT64, Interpretation, evaluate_in, is_elementwise, precise
+from jmp_amp._ops import ResultKind, rule_of
+from jmp_amp.debug._evaluation import FLOAT64, Interpretation, evaluate_in, precise
 from jmp_amp.debug._nodes import Node, merge_equal, nearest
 
 CONSTANT = "a-constant-that-float16-cannot-hold"
 
+_AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "window_dimensions"}  # an op along them
 _DEPTH, _MOST_BYTES = 24, 2**30  # of the values that are looked at
 _LOGARITHMS, _QUOTIENTS = {"log", "log2", "log1p"}, {"div", "rsqrt", "pow", "integer_pow", "rem"}
 _WITH_POLES = {*_LOGARITHMS, "atanh", "erf_inv", "lgamma", "digamma"}
@@ -52,21 +53,12 @@ class Element(NamedTuple):
 
 
 def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation, Node]:
-    """Returns an evaluation that holds what an op was computed from, and a result of the op in it."""
-    last = node.place.iteration[-1:]
-    window = (last[0] - _DEPTH, last[0] + 1) if last else evaluation.window
-    if last and last[0] >= FIRST:  # of a long loop
-        evaluation = evaluation.again(window=window)
-        node = _same(evaluation, node)
+    """Returns an evaluation that holds what an op was computed from, and the result of the op in it."""
     near = [x for x in nearest([merge_equal(evaluation.nodes)[node]], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    evaluation = evaluation.again(holds=ids, window=window)
-    return evaluation, _same(evaluation, node)
-
-
-def _same(evaluation: Interpretation, node: Node) -> Node:
-    return next((x for x in evaluation.nodes if x.id == node.id), node)
+    evaluation = evaluation.again(holds=ids)
+    return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
 
 
 def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
@@ -200,9 +192,11 @@ def _operands(e: Element) -> list[Element]:
         return [Element(node.operands[index[0]], index[1:])]
     if not _is_known(node):
         return []
-    if not is_elementwise(node.place):
+    rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
+    is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
+    is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
+    if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
         return _terms(e)
-    arrays = [np.shape(x.held) for x in node.operands]
     indices = [tuple(i if n > 1 else 0 for i, n in zip(index, x, strict=False)) for x in arrays]
     return [Element(x, i) for x, i in zip(node.operands, indices, strict=True)]
 

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
-from jmp_amp._ops import ResultKind, rule_of
+from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._nodes import Cell, Id, Node, Place, Summary, argument_id, summary_of
 
@@ -27,8 +27,6 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
 _LONG = 20_000  # ops; of a loop that runs more of them, the first iterations and those that are not finite are observed
-_AXES = {"axes", "axis", "dimension", "dimension_numbers", "fft_lengths", "window_dimensions"}  # an op along them
-FIRST = 1000  # iterations
 _TOGETHER, _LARGE = 32, 2**24  # values and bytes that the host is told of at once
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -49,7 +47,6 @@ class Evaluation:
         recorded: those that `around` records in this one. Those in a loop are stacked; those in a branch that did not
             run are 0.
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
-        limits: how often each `while` loop may run, by its key, where it might never end with other values.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
         results: the results of the program.
@@ -62,7 +59,6 @@ class Evaluation:
     as_one: Collection[str] = ()
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     loss_factor: Any = None
-    limits: Mapping[Id, int] = dataclasses.field(default_factory=dict)
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
     results: list[Any] = dataclasses.field(init=False, default_factory=list)
@@ -161,7 +157,6 @@ class Evaluation:
 
     def _trace_while(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
         """Traces a `while` loop, in which nothing is recorded. Under `vmap`, elements that are done stay."""
-        limit = self.limits.get(place.body(1).key)
 
         def goes_on(i: Any, carry: list[Any]) -> Any:
             return self._run_body(loop.cond, place.body(0, i), {}, *values[loop.cond_consts], *carry)[0][0]
@@ -173,24 +168,15 @@ class Evaluation:
             return [x.astype(y.dtype) for x, y in zip(new, carry, strict=True)]
 
         start = self._in_stable_dtypes(values[loop.carry], lambda carry: step(np.int32(0), carry))
-        is_within = (lambda i: True) if limit is None else (lambda i: i < limit)
-        return lax.while_loop(
-            lambda state: jnp.any(goes_on(*state)) & is_within(state[0]),
-            lambda state: (state[0] + 1, step(*state)),
-            (jnp.int32(0), start),
-        )[1]
+        state = jnp.int32(0), start
+        return lax.while_loop(lambda x: jnp.any(goes_on(*x)), lambda x: (x[0] + 1, step(*x)), state)[1]
 
     def _in_stable_dtypes(self, carry: list[Any], step: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
         """Returns the carry of a loop in the dtypes that its region returns it in; without one, these are the same."""
-        while self.region is not None:
-            outs = jax.eval_shape(step, carry)
-            new = [
-                widened(x, self.wide) if jx.is_inexact(x) and out.dtype != x.dtype else x for x, out in zip(carry, outs)
-            ]
-            if all(x is y for x, y in zip(carry, new, strict=True)):
-                break
-            carry = new
-        return carry
+        if self.region is None:
+            return carry
+        pairs = zip(carry, jax.eval_shape(step, carry), strict=False)
+        return [x if x.dtype == out.dtype else widened(x, self.wide) for x, out in pairs]
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
         """Returns the results of an op, as `around` evaluates it."""
@@ -219,23 +205,17 @@ class Evaluation:
 
 @dataclasses.dataclass(eq=False)
 class _Observed(Evaluation):
-    """An evaluation that hands the values of each op to the host, and fuses none of them with another.
+    """An evaluation that hands the values of each op to the host.
 
     Attributes:
-        observe: takes the keys, indices and dtypes of values, the key of the body that ends with them, the iteration, and the
-            values; None if the results are enough.
-        suspects: the ops and arguments whose non-finite values may be replaced by zeros, by key and index: the
-            iteration of each, and its number in `allowed`.
-        allowed: bool[n], whose values are not replaced.
-        window: int32[2], the iterations of a long loop that are handed over, even if their results are finite.
+        observe: takes the keys, indices and dtypes of values, the key of the body that ends with them, the iteration,
+            and the values.
+        entered: the keys of the long loops that are entered; others count as one op.
     """
 
-    observe: Callable[..., None] | None = None
-    suspects: Mapping[Any, Sequence[tuple[Id, int]]] = dataclasses.field(default_factory=dict)
-    allowed: Any = None
-    window: Any = None
-    _waiting: list[Any] = dataclasses.field(init=False, default_factory=list)
-    _is_kept: Any = True  # whether an iteration is handed over, whatever its results
+    observe: Callable[..., None] = print
+    entered: Collection[Id] = ()
+    _waiting: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
 
     def run(self) -> Self:
         super().run()
@@ -246,90 +226,45 @@ class _Observed(Evaluation):
         return self._noted([x], Place(), argument_id(i))[0]
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
-        outs = super()._visit(operands, place)
-        return self._noted(outs, place) if isinstance(structure_of(place.eqn), jx.Loop) else outs
+        match structure_of(place.eqn):
+            case jx.Loop() as loop if self.wide is None and is_long(loop) and place.key not in self.entered:
+                return self._apply(operands, place)
+            case jx.Loop():
+                return self._noted(super()._visit(operands, place), place)
+        return super()._visit(operands, place)
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        return self._noted(super()._apply(operands, place), place, (), self._is_new(operands, place))
-
-    def _is_new(self, operands: Sequence[Any], place: Place) -> list[Any]:
-        """Returns flags that are all true where an op would make what is not finite; none if it only moves values."""
-        floats, rule = [x for x in operands if jx.is_inexact(x)], rule_of(place.eqn)
-        if not self.suspects or rule.moves or rule.is_decomposition or jx.inner_jaxprs(place.eqn):
-            return []
-        if floats and not is_elementwise(place):  # of zeros and NaN, the result says what depends on NaN
-            floats = super()._apply([x * 0 if jx.is_inexact(x) else x for x in operands], place)[:1]
-        return [jnp.isfinite(x) for x in floats]
+        return self._noted(super()._apply(operands, place), place)
 
     def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
-        outer, self._waiting = (self._waiting, self._is_kept), []
-        if isinstance(loop := structure_of(place.eqn), jx.Loop) and is_long(loop):
-            i = place.iteration[-1]
-            self._is_kept &= (i < FIRST) | ((i >= self.window[0]) & (i < self.window[1]))
-        try:
-            args = [self._noted([x], place, argument_id(j))[0] for j, x in enumerate(args)]
-            outs, recorded = super()._run_body(jaxpr, place, replayed, *args)
-            self._hand_over(place, place.key, outs)
-            return outs, recorded
-        finally:
-            self._waiting, self._is_kept = outer
+        outer, self._waiting = self._waiting, {}
+        for j, x in enumerate(args):
+            self._noted([x], place, argument_id(j))
+        results = super()._run_body(jaxpr, place, replayed, *args)
+        self._hand_over(place, place.key)
+        self._waiting = outer
+        return results
 
-    def _noted(self, values: Sequence[Any], place: Place, index: Id = (), is_new: Sequence[Any] = ()) -> Sequence[Any]:
-        """Returns values, with zeros for what is not allowed; they wait to be handed over.
-
-        What is finite in the other run may not be so with these zeros: `is_new` says where, as `_is_new` does.
-        """
-        if self.suspects:
-            found = self.suspects.get((place.key, index), [])
-            its = np.array([x for x, _ in found], np.int32).reshape(len(found), len(place.iteration))
-            is_here = jnp.all(its == jnp.array(place.iteration, np.int32), 1)
-            is_allowed = self.allowed[np.array([n for _, n in found], int)]
-            new = [functools.reduce(jnp.logical_and, is_new) & ~jnp.any(is_here & is_allowed)] if is_new else []
-            is_zero = functools.reduce(jnp.logical_or, new, jnp.any(is_here & ~is_allowed))
-            values = [jnp.where(is_zero, _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in values]
-        if self.observe is None:
-            return values
-        is_array = [isinstance(jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref) for x in values]
-        arrays = [*itertools.compress(values, is_array)]
-        indices = [index or (k,) for k in itertools.compress(itertools.count(), is_array)]
-        names = [(place.key, k, x.dtype) for k, x in zip(indices, arrays, strict=True)]
-        self._waiting += zip(names, map(_readable, arrays), strict=True)
-        if self._is_kept is True and (len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, arrays)) > _LARGE):
+    def _noted(self, values: Sequence[Any], place: Place, index: Id = ()) -> Sequence[Any]:
+        """Returns values, which wait to be handed over."""
+        for k, x in enumerate(values):
+            if isinstance(dtype := jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref):
+                # JAX hands over float64 as float32.
+                array = lax.bitcast_convert_type(x, np.uint32) if dtype == FLOAT64 else x
+                self._waiting[place.key, index or (k,), dtype] = array
+        if len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, values)) > _LARGE:
             self._hand_over(place)
         return values
 
-    def _hand_over(self, place: Place, body: Id | None = None, outs: Sequence[Any] = ()) -> None:
-        """Hands over the values that wait: in a long loop, if a result is not finite or the iteration is kept."""
-        names, values = [name for name, _ in self._waiting], [x for _, x in self._waiting]
-        self._waiting = []
-        if self.observe is not None:
-            tell = functools.partial(jax.debug.callback, functools.partial(self.observe, names, body))
-            if self._is_kept is True:
-                tell(place.iteration, *values)
-            else:
-                is_bad = [~jnp.all(jnp.isfinite(x)) for x in outs if jx.is_inexact(x)]
-                is_told = functools.reduce(jnp.logical_or, is_bad, self._is_kept)
-                lax.cond(is_told, tell, lambda *_: None, place.iteration, *values)
-
-
-def is_elementwise(place: Place) -> bool:
-    """Whether each element of the result of an op is computed from those of the operands at the same position."""
-    if jx.inner_jaxprs(place.eqn) or _AXES & place.eqn.params.keys():
-        return False
-    rule, shape = rule_of(place.eqn), jx.shape_of(place.eqn.outvars[0]) or ()
-    is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
-    shapes = [jx.shape_of(x) or () for x in place.eqn.invars]
-    return not is_moved and all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in shapes)
+    def _hand_over(self, place: Place, body: Id | None = None) -> None:
+        waiting, self._waiting = self._waiting, {}
+        observe = functools.partial(self.observe, [*waiting], body)
+        jax.debug.callback(observe, place.iteration, *waiting.values())
 
 
 def is_long(loop: jx.Loop) -> bool:
-    """Whether a loop runs so many ops that the host is not told of each."""
+    """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
     return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-
-
-def _readable(x: Any) -> Any:
-    """Returns an array as JAX hands it to the host, where float64 would become float32."""
-    return lax.bitcast_convert_type(x, np.uint32) if x.dtype == FLOAT64 else x
 
 
 @dataclasses.dataclass(eq=False)
@@ -338,32 +273,30 @@ class Interpretation(Evaluation):
 
     Attributes:
         clock: is told of each op, and says when to stop.
-        suspects: non-finite values of ops and arguments of another run, by the id of what introduced them.
-        allowed: the ids of those that may introduce them; zeros replace those of the others.
         holds: the ids of the values to keep as `Node.held`.
-        window: the iterations of a long loop that are looked at even if their results are finite.
+        entered: the keys of the loops that are entered, although they are long.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
-        seen: the ops that were evaluated, by their keys.
+        seen: the keys of the ops that were evaluated.
+        nodes: all values, in program order.
+        nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
+            from infinite constants, by the id of the op, in program order.
     """
 
     loss_factor: float = 1.0
     clock: Clock = dataclasses.field(default_factory=Clock)
-    suspects: Mapping[Id, Node] = dataclasses.field(default_factory=dict)
-    allowed: Collection[Id] = ()
     holds: Collection[Id] = ()
-    window: tuple[int, int] = (0, 0)
+    entered: frozenset[Id] = frozenset()
     is_stopped: bool = dataclasses.field(init=False, default=False)
     seen: set[Id] = dataclasses.field(init=False, default_factory=set)
     _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
     _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
     _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=dict)  # the iterations of each body
-    _is_observed: bool = dataclasses.field(init=False, default=False)
 
     def run(self) -> Self:
-        """Runs the program. All its values are known, or its results alone if it is evaluated otherwise."""
-        self._execute(bool(self.holds) or (self.wide is None and not self.suspects))
+        """Runs the program. In a wide dtype, its values are not known until they are asked for."""
+        self._execute(self.wide is None or bool(self.holds))
         return self
 
     def again(self, **changes: Any) -> Self:
@@ -385,70 +318,66 @@ class Interpretation(Evaluation):
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
-    @property
+    @functools.cached_property
     def nodes(self) -> list[Node]:
-        """All values, in program order."""
-        return self._dataflow[0]
+        if self.wide is not None and not self._summaries:
+            self._execute(True)
+        self.nodes, self.nonfinite = list[Node](), dict[Id, Node]()
+        with precise(self.wide):
+            args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
+            ends = self._run(self.program, args, Place())
+        self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
+        loops = (x.place for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop))
+        if (entered := self.entered.union(x.key for x in loops)) != self.entered and not self.is_stopped:
+            self.entered = entered
+            self._execute(True)
+            del self.nodes
+        return self.nodes
 
-    @property
+    @functools.cached_property
     def nonfinite(self) -> dict[Id, Node]:
-        """The first non-finite result of each op that made it, by the id of the op, in program order.
-
-        Such an op computes non-finite values from finite operands, or NaN from infinite constants.
-        """
-        return self._dataflow[1]
+        return self.nodes and self.nonfinite  # which are found together
 
     def _execute(self, is_observed: bool) -> None:
         """Compiles the program, unless another run has done so, and runs it."""
-        self._is_observed |= is_observed
+        key, compiled = (self.wide, self.region, self.entered, is_observed), self._compiled
+        compiled["observe"] = self._observe
         try:
-            compiled = self._program(is_observed)
-            allowed = np.array([x in self.allowed for x in self.suspects], bool)
-            inputs = self.arrays, np.float32(self.loss_factor), allowed, np.array(self.window, np.int32)
-            self._compiled["listener"] = self
+            if key not in compiled:
+                compiled[key] = functools.cache(self._lowered(is_observed).compile)
 
             def ends() -> list[Any]:
-                results = jax.block_until_ready(compiled()(*inputs))
+                results = jax.block_until_ready(compiled[key]()(self.arrays, np.float32(self.loss_factor)))
                 jax.effects_barrier()
                 return results
 
             results = self.clock.wait_for(ends, "the program is compiled as a whole", self.clock.max_seconds)
-        except TimeoutError:
-            self.is_stopped = True
-        except Exception:  # what runs in the dtypes of the program may not run in others
-            if self.wide is None:
+        except Exception as error:  # the time is over, or what runs in the dtypes of the program does not in others
+            self.is_stopped = isinstance(error, TimeoutError) or self.wide is not None
+            if not self.is_stopped:
                 raise
-            self.is_stopped = True
         self.results = [] if self.is_stopped else [Cell(x, Node(summary_of(x))) for x in results]
 
-    def _program(self, is_observed: bool) -> Callable[[], Callable[..., Any]]:
-        """Traces the program. Returns a function that returns what it is compiled to."""
-        key, shared = (self.wide, self.region, *self.suspects, is_observed), self._compiled
-        if key not in shared:
-            places = {(x.place.key, x.index * (not x.place.key)): [] for x in self.suspects.values()}
-            for n, x in enumerate(self.suspects.values()):
-                places[x.place.key, x.index * (not x.place.key)].append((x.place.iteration, n))
-            counts = {k: 1 + max(x[-1] for x in its) for k, its in self._compiled.get("ran", {}).items() if its[0]}
-            options = {"wide": self.wide, "region": self.region, "around": self._traced, "suspects": places}
-            observe = (lambda *args: shared["listener"]._observe(*args)) if is_observed else None
-            if self.suspects:
-                options["limits"] = {k: n for k, n in counts.items() if n < FIRST}
+    def _lowered(self, is_observed: bool) -> Any:
+        """Traces the program."""
 
-            def run(arrays: Any, loss_factor: Any, allowed: Any, window: Any) -> list[Any]:
-                runtime = {"loss_factor": loss_factor, "allowed": allowed, "window": window}
-                return _Observed(self.program, arrays, observe=observe, **options, **runtime).run().results
+        def timed(place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
+            self.clock.show("the program is traced as a whole")
+            if self.clock.is_late:
+                raise TimeoutError
+            return compute(operands)
 
-            avals = self.arrays, np.float32(1), np.zeros(len(self.suspects), bool), np.zeros(2, np.int32)
-            with precise(self.wide):
-                lowered = jax.jit(run, compiler_options=QUICK if self.wide else _OP_BY_OP).lower(*avals)
-            shared[key] = functools.cache(lowered.compile)
-        return shared[key]
+        def run(arrays: Any, loss_factor: Any) -> list[Any]:
+            options: dict[str, Any] = {"region": self.region, "around": timed, "loss_factor": loss_factor}
+            if not is_observed:
+                return Evaluation(self.program, arrays, self.wide, **options).run().results
+            observe = lambda *args: self._compiled["observe"](*args)  # noqa: E731  # of the run that is next
+            options |= {"observe": observe, "entered": self.entered}
+            return _Observed(self.program, arrays, self.wide, **options).run().results
 
-    def _traced(self, place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        self.clock.show("the program is traced as a whole")
-        if self.clock.is_late:
-            raise TimeoutError
-        return compute(operands)
+        with precise(self.wide), np.errstate(over="ignore"):  # of constants
+            compiler_options = _OP_BY_OP if self.wide is None else QUICK
+            return jax.jit(run, compiler_options=compiler_options).lower(self.arrays, np.float32(1))
 
     def _observe(self, names: Sequence[Any], body: Id | None, iteration: Sequence[Any], *values: Any) -> None:
         """Is told of values, on the host."""
@@ -469,19 +398,6 @@ class Interpretation(Evaluation):
             if index == (0,):
                 self.seen.add(key)
                 self.clock.tick("ops evaluated")
-
-    @functools.cached_property
-    def _dataflow(self) -> tuple[list[Node], dict[Id, Node]]:
-        """The values in their dataflow, and those that are the first to be non-finite."""
-        if not self._is_observed:
-            self._execute(True)
-        self._nodes, self._nonfinite = list[Node](), dict[Id, Node]()
-        self._compiled.setdefault("ran", self._ran)
-        with precise(self.wide):
-            args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
-            ends = self._run(self.program, args, Place())
-        self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
-        return self._nodes, self._nonfinite
 
     def _constant(self, x: Any, is_literal: bool = False) -> Cell:
         cell = self._track(self._in_dtype(x))
@@ -524,7 +440,7 @@ class Interpretation(Evaluation):
         node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
         for x in reads:
             x.readers.append(node)
-        self._nodes.append(node)
+        self.nodes.append(node)
         nonfinite = [] if node.summary.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
@@ -552,23 +468,15 @@ class Interpretation(Evaluation):
         return list(dict.fromkeys(x[n] for x in self._ran.get(key, ()) if x[:n] == place.iteration))
 
     def _follow(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        """Follows the values through a loop; iterations that are not known are one op."""
-        k, carry, xs = int(loop.length is None), operands[loop.carry], operands[loop.xs]
-        consts, before, ys = operands[loop.consts], None, dict[int, list[Cell]]()
-        avals = [var.aval for var in jx.open_jaxpr(loop.body)[0].outvars]
+        """Follows the values through a loop."""
+        carry, ys = operands[loop.carry], dict[int, list[Cell]]()
         for i in self._iterations(place):
-            if before is not None and abs(i - before) > 1:
-                args, before = [*consts, *carry, *xs], place.body(k, i - 1)
-                carry = [self._track(x, args, before, (j,)) for j, x in enumerate(avals[: loop.n_carry])]
-            outs = self._enter(loop.body, [*consts, *carry, *xs], place.body(k, i))
-            carry, ys[i], before = outs[: loop.n_carry], outs[loop.n_carry :], i
-        steps = range(loop.length or 0)
-        missing = [] if len(ys) == loop.length else [self._track(x, xs) for x in avals[loop.n_carry :]]
-        columns = zip(*(ys.get(i, missing) for i in steps), strict=True)
-        outs, n = [*carry], loop.n_carry
-        for j, column in enumerate(columns, n):
-            outs.append(self._track(place.eqn.outvars[j].aval, column, at=(*place.id, j)))
-        return [self._renamed(x, place, (j,)) for j, x in enumerate(outs)]
+            args = [*operands[loop.consts], *carry, *operands[loop.xs]]
+            outs = self._enter(loop.body, args, place.body(int(loop.length is None), i))
+            carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
+        columns = enumerate(zip(*(ys[i] for i in sorted(ys)), strict=True), loop.n_carry)
+        stacked = [self._track(place.eqn.outvars[j].aval, x, at=(*place.id, j)) for j, x in columns]
+        return [self._renamed(x, place, (j,)) for j, x in enumerate([*carry, *stacked])]
 
     def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
         """Follows the values through an op, and notes whether it made its results non-finite."""
@@ -578,7 +486,7 @@ class Interpretation(Evaluation):
         reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
-        self._nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
+        self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
 
 
@@ -588,7 +496,7 @@ def _where(predicate: Any, new: Any, old: Any) -> Any:
 
 
 def structure_of(eqn: JaxprEqn) -> jx.Structure | None:
-    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, in which an axis has one element."""
+    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, as `vmap` of one element is."""
     structure = jx.structure_of(eqn)
     if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size != 1:
         return structure
@@ -610,10 +518,6 @@ _on_one = jx.Cache()
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
     """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
     return eqn.primitive.name == "mul" and LOSS_SCALE in jx.marks_in(eqn.source_info.name_stack)
-
-
-def _zero_nonfinite(x: Any) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) if jx.is_inexact(x) else x
 
 
 @contextlib.contextmanager

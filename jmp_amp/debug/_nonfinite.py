@@ -19,9 +19,10 @@ from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import Id, Node, Place, Summary, argument_id, is_low, merge_equal, nearest, summary_of
+from jmp_amp.debug._nodes import Id, Node, Summary, argument_id, is_low, merge_equal, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
+_MOST = 5  # operands in a report
 _GUIDE = "docs/my-loss-is-nan.md#"
 _OF_ARGUMENTS = _GUIDE + "an-argument-that-is-not-finite"
 _CODE = re.compile(r"`[^`]*`")
@@ -280,29 +281,9 @@ def _cause(evaluation: Interpretation) -> Id | None:
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
     candidates = [cause for cause in (*arguments, *nonfinite) if cause in reaches_result]
     if candidates:
-        return _first_harmful(evaluation, candidates)
+        return candidates[0]
     # All infinities were considered intended, so one of them is the cause.
     return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
-
-
-def _first_harmful(evaluation: Interpretation, candidates: Sequence[Id]) -> Id:
-    """Returns the first candidate that makes a result non-finite, by bisection."""
-
-    def nonfinite(n: int) -> list[np.ndarray]:
-        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = evaluation.again(suspects=suspects, allowed=set(candidates[:n])).results
-        return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
-
-    def is_harmful(n: int) -> bool:
-        more = nonfinite(n)
-        return evaluation.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
-
-    if len(candidates) == 1:
-        return candidates[0]
-    arguments = {x.index: x for x in evaluation.nodes if x.place == Place() and not x.summary.is_finite}
-    suspects = arguments | evaluation.nonfinite
-    baseline = nonfinite(0)
-    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
 def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
@@ -318,6 +299,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
     results = [merged[x.node] for x in evaluation.results]
     cause = diagnose_op(evaluation.names, merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
@@ -327,11 +309,15 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         found = {"left_out": f"{rest}the program in float32: the time was over"}
     elif cause.section != CONSTANT:
         found = _tried(evaluation, merged[node], cause)
+    site = node.place.site
+    if not site.source:  # the user's code does not call it, but hands it over: where it starts
+        inner = (jx.frames_of(x[-1], 10_000) for each in jx.inner_jaxprs(node.eqn) for x in jx.equations_in(each))
+        site = dataclasses.replace(site, source=next((str(x[-1]) for x in inner if x), ""))
     return NonFinite(
-        **vars(node.place.site),
+        **vars(site),
         library=jx.lines_of(node.place.eqns)[1],
         iteration=node.place.iteration,
-        operands=tuple(x.summary for x in node.operands if x.is_floating),
+        operands=operands if len(operands) <= _MOST else tuple(sorted(operands, key=lambda x: x.is_finite)[:_MOST]),
         result=node.summary,
         cause=cause.text,
         guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
