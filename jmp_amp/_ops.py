@@ -546,13 +546,13 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd": _DECOMPOSITION,
     "custom_linear_solve triangular_solve tridiagonal tridiagonal_solve": _DECOMPOSITION,
     "fft float8_dot_general float8_ragged_dot_general float8_scale": _COSTLY,
-    "ffi_call pallas_call": _KERNEL,
+    "ffi_call pallas_call unscale_check": _KERNEL,
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
     # Bits, complex numbers, and reductions by any function.
     "bitcast_convert_type": ORIGINAL,
     "reduce_precision": ORIGINAL._replace(keeps_unit=True),
     "complex conj imag real": _COMPLEX,
-    "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
+    "reduce reduce_window select_and_scatter random_gamma sum_together": ORIGINAL,
 }
 RULES: Rules = {name: rule for row, rule in ROWS.items() for name in row.split()}
 

@@ -52,20 +52,23 @@ class Element(NamedTuple):
         return np.asarray(held)[self.at].item() if is_array else None
 
 
-def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Cause:
-    """Returns what is seen at the first non-finite result of an op: the program is evaluated again up to it.
-
-    Args:
-        evaluation: of the program.
-        node: the result.
-        is_primal: whether the op is not of a derivative.
-    """
-    near = [x for x in nearest([node], depth=_DEPTH) if x.id]
+def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation, Node]:
+    """Returns an evaluation that holds what an op was computed from, and the result of the op in it."""
+    near = [x for x in nearest([merge_equal(evaluation.nodes)[node]], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    again = evaluation.again(holds=ids, until=node.place.id)
-    merge_equal(again.nodes)
-    node = next((x for x in reversed(again.nodes) if x.id == node.id), node)
+    evaluation = evaluation.again(holds=ids)
+    return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
+
+
+def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
+    """Returns what is seen at the first non-finite result of an op.
+
+    Args:
+        names: of the arguments of the program.
+        node: the result, in an evaluation that holds the values near it.
+        is_primal: whether the op is not of a derivative.
+    """
     if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
@@ -79,7 +82,7 @@ def diagnose_op(evaluation: Interpretation, node: Node, is_primal: bool) -> Caus
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _diagnose(element, evaluation.names, derivative)
+    return _diagnose(element, names, derivative)
 
 
 def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:

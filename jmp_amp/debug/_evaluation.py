@@ -20,15 +20,17 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Cell, Id, Node, Place, argument_id, summary_of
+from jmp_amp.debug._nodes import Cell, Id, Node, Place, Summary, argument_id, summary_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-_LONG = 20_000  # ops; a loop that runs more of them is evaluated iteration by iteration, not op by op
+_LONG = 20_000  # ops; of a loop that runs more of them, the first iterations and those that are not finite are observed
+_TOGETHER, _LARGE = 32, 2**24  # values and bytes that the host is told of at once
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+_OP_BY_OP = {"xla_allow_excess_precision": False, "xla_disable_hlo_passes": "fusion"}  # each is rounded as it is alone
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +58,7 @@ class Evaluation:
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-    loss_factor: float = 1.0
+    loss_factor: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
     recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
     results: list[Any] = dataclasses.field(init=False, default_factory=list)
@@ -89,7 +91,7 @@ class Evaluation:
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
-        structure, changes_ops = jx.structure_of(place.eqn), self.wide is not None or self.around is not None
+        structure, changes_ops = structure_of(place.eqn), self.wide is not None or self.around is not None
         is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
@@ -135,35 +137,53 @@ class Evaluation:
     def _trace_scan(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
         """Traces a `scan`, whose derivative keeps carries only."""
 
+        def run(carry: list[Any], i: Any, xs: list[Any], replayed: Any) -> tuple[list[Any], dict[Any, Any]]:
+            return self._run_body(loop.body, place.body(0, i), replayed, *values[loop.consts], *carry, *xs)
+
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(carry: list[Any], xs: tuple[list[Any], Mapping[Any, Any]]) -> tuple[Any, Any]:
-            args = [*values[loop.consts], *carry, *xs[0]]
-            outs, recorded = self._run_body(loop.body, place.body(0), xs[1], *args)
+        def step(carry: list[Any], xs: Any) -> tuple[Any, Any]:
+            outs, recorded = run(carry, *xs)
             new = [x.astype(old.dtype) for x, old in zip(outs, carry, strict=False)]
             return new, (outs[loop.n_carry :], recorded)
 
         replayed = {key: x for key, x in self.replayed.items() if key[: len(place.key)] == place.key}
         options = {name: place.eqn.params[name] for name in ("length", "reverse")}
-        carry, (ys, recorded) = lax.scan(step, values[loop.carry], (values[loop.xs], replayed), **options)
+        first = [lax.index_in_dim(x, 0, keepdims=False) for x in values[loop.xs]] if loop.length else []
+        start = self._in_stable_dtypes(values[loop.carry], lambda carry: run(carry, np.int32(0), first, {})[0])
+        xs = np.arange(loop.length, dtype=np.int32), values[loop.xs], replayed
+        carry, (ys, recorded) = lax.scan(step, start, xs, **options)
         self.recorded.update(recorded)
         return [*carry, *ys]
 
     def _trace_while(self, loop: jx.Loop, values: list[Any], place: Place) -> Sequence[Any]:
-        """Traces a `while` loop, in which nothing is recorded."""
+        """Traces a `while` loop, in which nothing is recorded. Under `vmap`, elements that are done stay."""
 
-        def traced(k: int, jaxpr: Any, inputs: Sequence[int]) -> Any:
-            body = lambda *args: self._run_body(jaxpr, place.body(k), {}, *args)[0]  # noqa: E731
-            return jx.trace(body, [jax.typeof(values[i]) for i in inputs])
+        def goes_on(i: Any, carry: list[Any]) -> Any:
+            return self._run_body(loop.cond, place.body(0, i), {}, *values[loop.cond_consts], *carry)[0][0]
 
-        cond, body = (traced(k, *each) for k, each in enumerate(jx.entries(loop)))
-        return jx.bind(place.eqn, values, cond_jaxpr=cond, body_jaxpr=body)
+        def step(i: Any, carry: list[Any]) -> list[Any]:
+            new, _ = self._run_body(loop.body, place.body(1, i), {}, *values[loop.consts], *carry)
+            if jx.open_jaxpr(loop.cond)[0].outvars[0].aval.shape:
+                return [_where(goes_on(i, carry), x, y) for x, y in zip(new, carry, strict=True)]
+            return [x.astype(y.dtype) for x, y in zip(new, carry, strict=True)]
+
+        start = self._in_stable_dtypes(values[loop.carry], lambda carry: step(np.int32(0), carry))
+        state = jnp.int32(0), start
+        return lax.while_loop(lambda x: jnp.any(goes_on(*x)), lambda x: (x[0] + 1, step(*x)), state)[1]
+
+    def _in_stable_dtypes(self, carry: list[Any], step: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+        """Returns the carry of a loop in the dtypes that its region returns it in; without one, these are the same."""
+        if self.region is None:
+            return carry
+        pairs = zip(carry, jax.eval_shape(step, carry), strict=False)
+        return [x if x.dtype == out.dtype else widened(x, self.wide) for x, out in pairs]
 
     def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
         """Returns the results of an op, as `around` evaluates it."""
         compute = functools.partial(self._apply_in_dtype, place)
         outs = compute(operands) if self.around is None else self.around(place, operands, compute)
-        if self.loss_factor != 1 and applies_loss_scale(place.eqn):
-            outs = [x * jnp.asarray(self.loss_factor, x.dtype) for x in outs]
+        if self.loss_factor is not None and applies_loss_scale(place.eqn):
+            outs = [x * self.loss_factor.astype(x.dtype) for x in outs]
         return outs
 
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
@@ -183,50 +203,105 @@ class Evaluation:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
 
-class _DoneError(Exception):
-    """The last op was evaluated, or the time is over."""
+@dataclasses.dataclass(eq=False)
+class _Observed(Evaluation):
+    """An evaluation that hands the values of each op to the host.
+
+    Attributes:
+        observe: takes the keys, indices and dtypes of values, the key of the body that ends with them, the iteration,
+            and the values.
+        entered: the keys of the long loops that are entered; others count as one op.
+    """
+
+    observe: Callable[..., None] = print
+    entered: Collection[Id] = ()
+    _waiting: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
+
+    def run(self) -> Self:
+        super().run()
+        self._hand_over(Place())
+        return self
+
+    def _argument(self, x: Any, i: int) -> Any:
+        return self._noted([x], Place(), argument_id(i))[0]
+
+    def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
+        match structure_of(place.eqn):
+            case jx.Loop() as loop if self.wide is None and is_long(loop) and place.key not in self.entered:
+                return self._apply(operands, place)
+            case jx.Loop():
+                return self._noted(super()._visit(operands, place), place)
+        return super()._visit(operands, place)
+
+    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
+        return self._noted(super()._apply(operands, place), place)
+
+    def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
+        outer, self._waiting = self._waiting, {}
+        for j, x in enumerate(args):
+            self._noted([x], place, argument_id(j))
+        results = super()._run_body(jaxpr, place, replayed, *args)
+        self._hand_over(place, place.key)
+        self._waiting = outer
+        return results
+
+    def _noted(self, values: Sequence[Any], place: Place, index: Id = ()) -> Sequence[Any]:
+        """Returns values, which wait to be handed over."""
+        for k, x in enumerate(values):
+            if isinstance(dtype := jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref):
+                # JAX hands over float64 as float32.
+                array = lax.bitcast_convert_type(x, np.uint32) if dtype == FLOAT64 else x
+                self._waiting[place.key, index or (k,), dtype] = array
+        if len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, values)) > _LARGE:
+            self._hand_over(place)
+        return values
+
+    def _hand_over(self, place: Place, body: Id | None = None) -> None:
+        waiting, self._waiting = self._waiting, {}
+        observe = functools.partial(self.observe, [*waiting], body)
+        jax.debug.callback(observe, place.iteration, *waiting.values())
+
+
+def is_long(loop: jx.Loop) -> bool:
+    """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
+    return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
 
 
 @dataclasses.dataclass(eq=False)
 class Interpretation(Evaluation):
-    """An evaluation of a program op by op, whose values are `Cell`s.
+    """A run of a program that is compiled as a whole. Which of its values are finite is known; those are `Cell`s.
 
     Attributes:
-        allowed: the ids of the ops and arguments that may introduce non-finite values; zeros replace the non-finite
-            values that any other op or argument introduces. An argument with NaN or +inf introduces them as
-            `argument_id`. None allows all.
-        trip_counts: the number of iterations of each `while` loop that was entered, by the id of its place. Those that
-            are known before are not exceeded: with values replaced, the loop might never end.
-        holds: the ids of the values to keep as `Node.held`.
-        until: the id of the last op to evaluate; None evaluates all.
         clock: is told of each op, and says when to stop.
+        holds: the ids of the values to keep as `Node.held`.
+        entered: the keys of the loops that are entered, although they are long.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
+        seen: the keys of the ops that were evaluated.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
             from infinite constants, by the id of the op, in program order.
     """
 
-    allowed: Collection[Id] | None = None
-    trip_counts: dict[Id, int] = dataclasses.field(default_factory=dict)
-    holds: Collection[Id] = ()
-    until: Id | None = None
+    loss_factor: float = 1.0
     clock: Clock = dataclasses.field(default_factory=Clock)
+    holds: Collection[Id] = ()
+    entered: frozenset[Id] = frozenset()
     is_stopped: bool = dataclasses.field(init=False, default=False)
-    nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
-    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
-    _bodies: dict[Id, Callable[..., Any]] = dataclasses.field(init=False, default_factory=dict)
+    seen: set[Id] = dataclasses.field(init=False, default_factory=set)
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
+    _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
+    _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=dict)  # the iterations of each body
 
     def run(self) -> Self:
-        """Evaluates the program, to `until` and while there is time."""
-        with contextlib.suppress(_DoneError):
-            super().run()
+        """Runs the program. In a wide dtype, its values are not known until they are asked for."""
+        self._execute(self.wide is None or bool(self.holds))
         return self
 
     def again(self, **changes: Any) -> Self:
-        """Evaluates the program otherwise. Its loops end as they did, unless it is evaluated in a wide dtype."""
-        counts = {} if "wide" in changes else dict(self.trip_counts)
-        return dataclasses.replace(self, trip_counts=counts, **changes).run()
+        """Runs the program otherwise."""
+        return dataclasses.replace(self, **changes).run()
 
     @property
     def names(self) -> Any:
@@ -243,14 +318,97 @@ class Interpretation(Evaluation):
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
+    @functools.cached_property
+    def nodes(self) -> list[Node]:
+        if self.wide is not None and not self._summaries:
+            self._execute(True)
+        self.nodes, self.nonfinite = list[Node](), dict[Id, Node]()
+        with precise(self.wide):
+            args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
+            ends = self._run(self.program, args, Place())
+        self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
+        loops = (x.place for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop))
+        if (entered := self.entered.union(x.key for x in loops)) != self.entered and not self.is_stopped:
+            self.entered = entered
+            self._execute(True)
+            del self.nodes
+        return self.nodes
+
+    @functools.cached_property
+    def nonfinite(self) -> dict[Id, Node]:
+        return self.nodes and self.nonfinite  # which are found together
+
+    def _execute(self, is_observed: bool) -> None:
+        """Compiles the program, unless another run has done so, and runs it."""
+        key, compiled = (self.wide, self.region, self.entered, is_observed), self._compiled
+        compiled["observe"] = self._observe
+        try:
+            if key not in compiled:
+                compiled[key] = functools.cache(self._lowered(is_observed).compile)
+
+            def ends() -> list[Any]:
+                results = jax.block_until_ready(compiled[key]()(self.arrays, np.float32(self.loss_factor)))
+                jax.effects_barrier()
+                return results
+
+            results = self.clock.wait_for(ends, "the program is compiled as a whole", self.clock.max_seconds)
+        except Exception as error:  # the time is over, or what runs in the dtypes of the program does not in others
+            self.is_stopped = isinstance(error, TimeoutError) or self.wide is not None
+            if not self.is_stopped:
+                raise
+        self.results = [] if self.is_stopped else [Cell(x, Node(summary_of(x))) for x in results]
+
+    def _lowered(self, is_observed: bool) -> Any:
+        """Traces the program."""
+
+        def timed(place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
+            self.clock.show("the program is traced as a whole")
+            if self.clock.is_late:
+                raise TimeoutError
+            return compute(operands)
+
+        def run(arrays: Any, loss_factor: Any) -> list[Any]:
+            options: dict[str, Any] = {"region": self.region, "around": timed, "loss_factor": loss_factor}
+            if not is_observed:
+                return Evaluation(self.program, arrays, self.wide, **options).run().results
+            observe = lambda *args: self._compiled["observe"](*args)  # noqa: E731  # of the run that is next
+            options |= {"observe": observe, "entered": self.entered}
+            return _Observed(self.program, arrays, self.wide, **options).run().results
+
+        with precise(self.wide), np.errstate(over="ignore"):  # of constants
+            compiler_options = _OP_BY_OP if self.wide is None else QUICK
+            return jax.jit(run, compiler_options=compiler_options).lower(self.arrays, np.float32(1))
+
+    def _observe(self, names: Sequence[Any], body: Id | None, iteration: Sequence[Any], *values: Any) -> None:
+        """Is told of values, on the host."""
+        iteration = tuple(map(int, iteration))
+        if body is not None:
+            self._ran.setdefault(body, []).append(iteration)
+        for (key, index, dtype), value in zip(names, values, strict=True):
+            if self.is_stopped or self.clock.is_late:
+                self.is_stopped = True
+                return
+            x, at = np.asarray(value), (*key, *iteration, *index)
+            x = x.view(dtype)[..., 0] if dtype == FLOAT64 else x
+            if at in self.holds:
+                self._arrays[at] = np.array(x)
+            if jx.is_inexact(x):
+                is_plain = at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
+                self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
+            if index == (0,):
+                self.seen.add(key)
+                self.clock.tick("ops evaluated")
+
     def _constant(self, x: Any, is_literal: bool = False) -> Cell:
-        cell = self._track(super()._constant(x))
+        cell = self._track(self._in_dtype(x))
         cell.node.held, cell.node.is_constant = cell.value, is_literal
         return cell
 
-    def _interpret(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Evaluates the jaxpr of a loop or a branch."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+    def _argument(self, x: Any, i: int) -> Cell:
+        cell, cause = self._track(x, (), Place(), argument_id(i)), argument_id(i)
+        # -inf is often intended, as in a mask.
+        is_bad = not cell.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
+        return cell._replace(causes=frozenset({cause} if is_bad else ()))
 
     def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
         """Returns a value under another name: an argument of a body, or a result of a loop."""
@@ -259,11 +417,24 @@ class Interpretation(Evaluation):
         x.node.readers.append(cell.node)
         return cell
 
-    def _track(self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = ()) -> Cell:
-        """Returns the cell of an array that the op at `place`, or a copy, computed from `operands`."""
+    def _track(
+        self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = (), at: Id = ()
+    ) -> Cell:
+        """Returns the cell of a value that the op at `place`, or a copy, computed from `operands`.
+
+        Args:
+            value: the array, or its type.
+            operands: those that it was computed from.
+            place: of the op.
+            index: of the result.
+            at: the id of the value, if it has no place of its own.
+        """
         reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        node = Node(summary_of(value), place, index, reads)
-        node.held = value if not node.is_floating or node.id in self.holds else None
+        node = Node(Summary(), place, index, reads)
+        at, is_array = at or node.id, not isinstance(value, jax.core.AbstractValue)
+        unknown = Summary(jx.dtype_of(value).name, value.shape) if jx.is_inexact(value) else Summary()
+        node.summary = self._summaries.get(at) or (summary_of(value) if is_array else unknown)
+        node.held = self._arrays.get(at)
         reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
         node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
         node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
@@ -273,112 +444,50 @@ class Interpretation(Evaluation):
         nonfinite = [] if node.summary.is_finite else [x.causes for x in operands if not x.is_finite]
         return Cell(value, node, frozenset[Id]().union(*nonfinite))
 
-    def _is_allowed(self, cause: Id) -> bool:
-        return self.allowed is None or cause in self.allowed
-
-    def _argument(self, x: Any, i: int) -> Cell:
-        summary, cause = summary_of(x), argument_id(i)
-        # -inf is often intended, as in a mask.
-        is_bad = not summary.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
-        if is_bad and not self._is_allowed(cause):
-            return self._track(_zero_nonfinite(x), (), Place(), cause)
-        return self._track(x, (), Place(), cause)._replace(causes=frozenset({cause} if is_bad else ()))
-
     def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        if self.clock.is_late:
-            self.is_stopped = True
-            raise _DoneError
-        self.clock.tick("ops evaluated")
-        outs = self._enter(operands, place)
-        if place.id == self.until:
-            raise _DoneError
-        return outs
-
-    def _enter(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        """Evaluates what is inside of an equation, or an op."""
-        match jx.structure_of(place.eqn):
+        """Follows the values into an equation, or through an op."""
+        match structure_of(place.eqn):
             case jx.Call(jaxpr, inputs, True):
                 return self._run(jaxpr, [operands[i] for i in inputs], place)
-            case jx.Branches(jaxprs, inputs) if np.unique(operands[0].value).size == 1:
-                index = min(max(int(np.ravel(operands[0].value)[0]), 0), len(jaxprs) - 1)
-                return self._interpret(jaxprs[index], [operands[i] for i in inputs], place.body(index))
-            case jx.Loop() as loop if loop.length != 0:
-                is_long = loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
-                is_long = is_long and self.wide is None
-                # Compiled as a whole, a loop runs faster; iterations matter only if its results are non-finite.
-                if is_long and place.id not in self.trip_counts:
-                    results = self._apply_tracked(operands, place)
-                    if all(x.is_finite for x in results):
-                        return results
-                run = self._while if loop.length is None else self._scan
-                outs = run(loop, operands, place, self._compiled_body if is_long else self._interpret)
-                return [self._renamed(x, place, (k,)) for k, x in enumerate(outs)]
+            case jx.Branches(jaxprs, inputs):
+                for body, jaxpr in ((place.body(k), x) for k, x in enumerate(jaxprs)):
+                    if place.iteration in self._ran.get(body.key, ()):
+                        return self._enter(jaxpr, [operands[i] for i in inputs], body)
+            case jx.Loop() as loop if self._iterations(place):
+                return self._follow(loop, operands, place)
         return self._apply_checked(operands, place)
 
-    def _apply_tracked(self, operands: Sequence[Cell], place: Place) -> list[Cell]:
-        outs = self._apply([x.value for x in operands], place)
-        return [self._track(x, operands, place, (k,)) for k, x in enumerate(outs)]
+    def _enter(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+        """Follows the values through the jaxpr of a loop or a branch."""
+        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+
+    def _iterations(self, place: Place) -> list[int]:
+        """Returns the iterations of a loop that are known, in the order in which they ran."""
+        n = len(place.iteration)
+        key = (*place.key, 0 if place.eqn.primitive.name == "scan" else 1)
+        return list(dict.fromkeys(x[n] for x in self._ran.get(key, ()) if x[:n] == place.iteration))
+
+    def _follow(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
+        """Follows the values through a loop."""
+        carry, ys = operands[loop.carry], dict[int, list[Cell]]()
+        for i in self._iterations(place):
+            args = [*operands[loop.consts], *carry, *operands[loop.xs]]
+            outs = self._enter(loop.body, args, place.body(int(loop.length is None), i))
+            carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
+        columns = enumerate(zip(*(ys[i] for i in sorted(ys)), strict=True), loop.n_carry)
+        stacked = [self._track(place.eqn.outvars[j].aval, x, at=(*place.id, j)) for j, x in columns]
+        return [self._renamed(x, place, (j,)) for j, x in enumerate([*carry, *stacked])]
 
     def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
-        """Applies an op, and notes whether it made its results non-finite."""
-        outs = self._apply_tracked(operands, place)
+        """Follows the values through an op, and notes whether it made its results non-finite."""
+        outs = [self._track(x.aval, operands, place, (k,)) for k, x in enumerate(place.eqn.outvars)]
         if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
             return outs
         reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
         if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
             return outs
-        if not self._is_allowed(place.id):
-            return [self._track(_zero_nonfinite(x.value), operands, place, x.node.index) for x in outs]
         self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
         return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
-
-    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
-        if place.eqn.primitive.name != "shard_map":
-            return super()._apply_in_dtype(place, operands)
-        # JAX would evaluate it op by op.
-        return jax.jit(functools.partial(super()._apply_in_dtype, place), compiler_options=QUICK)(operands)
-
-    def _compiled_body(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
-        """Runs an iteration as one program; evaluates it op by op if it introduces non-finite values."""
-        if place.key not in self._bodies:
-            compiled = Evaluation(self.program, (), loss_factor=self.loss_factor)
-            run = functools.partial(compiled._run, jaxpr, place=place)
-            self._bodies[place.key] = jax.jit(run, compiler_options=QUICK)
-        n_nodes, outs = len(self.nodes), self._bodies[place.key]([x.value for x in args])
-        cells = [self._track(x, args, place, (k,)) for k, x in enumerate(outs)]
-        if all(x.is_finite for x in cells) or any(x.causes for x in args):
-            return cells
-        del self.nodes[n_nodes:]
-        return self._interpret(jaxpr, args, place)
-
-    def _scan(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
-        carry, xs = operands[loop.carry], operands[loop.xs]
-        ys: dict[int, list[Cell]] = {}
-        steps = range(loop.length)
-        for i in reversed(steps) if place.eqn.params["reverse"] else steps:
-            slices = [x._replace(value=lax.dynamic_index_in_dim(x.value, np.int32(i), 0, False)) for x in xs]
-            outs = run_body(loop.body, [*operands[loop.consts], *carry, *slices], place.body(0, i))
-            carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
-        columns = zip(*(ys[i] for i in steps), strict=True)
-        return [*carry, *(self._track(_stacked([y.value for y in column]), column) for column in columns)]
-
-    def _while(self, loop: jx.Loop, operands: list[Cell], place: Place, run_body: Any) -> Sequence[Cell]:
-        carry = operands[loop.carry]
-        limit = self.trip_counts.get(place.id)
-        for i in itertools.count() if limit is None else range(limit):
-            (predicate,) = run_body(loop.cond, [*operands[loop.cond_consts], *carry], place.body(0, i))
-            self.trip_counts[place.id] = i
-            if not jnp.any(predicate.value):
-                break
-            new = run_body(loop.body, [*operands[loop.consts], *carry], place.body(1, i))
-            flags, pairs = predicate.value, zip(new, carry, strict=True)
-            carry = [self._track(_where(flags, x.value, y.value), [x, y]) for x, y in pairs] if flags.ndim else new
-        return carry
-
-
-def _stacked(arrays: Sequence[Any]) -> Any:
-    """Stacks arrays. On the host: to compile a concatenation of thousands of arrays takes minutes."""
-    return jnp.asarray(np.stack(arrays)) if isinstance(arrays[0].dtype, np.dtype) else jnp.stack(arrays)  # keys
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
@@ -386,13 +495,29 @@ def _where(predicate: Any, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(predicate, new.shape, range(predicate.ndim)), new, old.astype(new.dtype))
 
 
+def structure_of(eqn: JaxprEqn) -> jx.Structure | None:
+    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, as `vmap` of one element is."""
+    structure = jx.structure_of(eqn)
+    if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size != 1:
+        return structure
+    jaxpr, avals = eqn.params["jaxpr"], [atom.aval for atom in eqn.invars]
+    run = functools.partial(jx.evaluate, jaxpr, apply=jx.apply_as_traced)
+
+    def of_one(*args: Any) -> list[Any]:
+        fun = lambda *args: run(args)  # noqa: E731
+        for name in eqn.params["mesh"].axis_names:
+            fun = jax.vmap(fun, None, None, axis_name=name, axis_size=1)
+        return fun(*args)
+
+    return jx.Call(_on_one(jx.open_jaxpr(jaxpr)[0], (), lambda: jx.trace(of_one, avals)), range(len(avals)))
+
+
+_on_one = jx.Cache()
+
+
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
     """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
     return eqn.primitive.name == "mul" and LOSS_SCALE in jx.marks_in(eqn.source_info.name_stack)
-
-
-def _zero_nonfinite(x: Any) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) if jx.is_inexact(x) else x
 
 
 @contextlib.contextmanager

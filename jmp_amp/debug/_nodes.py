@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -56,25 +55,15 @@ class Summary:
         return text
 
 
-_SMALL = 2**16  # elements; what is larger stays on its device
-
-
 def summary_of(x: Any) -> Summary:
-    """Returns the summary of an array; an empty one, without a dtype, unless it is floating or complex."""
+    """Returns the summary of an array, by NumPy; an empty one, without a dtype, unless it is floating or complex."""
     if not jx.is_inexact(x):
         return Summary()
-    # NumPy compiles nothing.
-    counts, (low, high) = _summary(np.asarray(x), np) if x.size <= _SMALL else jax.jit(_summary)(x)
-    extremes = (float(low), float(high)) if low <= high else (None, None)
-    return Summary(x.dtype.name, x.shape, *extremes, *map(int, counts))
-
-
-def _summary(x: Any, xp: Any = jnp) -> tuple[Any, Any]:
-    """Returns the numbers of zeros, infinities and NaNs, and the smallest and the largest finite value."""
-    x = x.astype(np.float32) if is_low(x) else x
-    counts = [xp.sum(flags, dtype=np.int32) for flags in (x == 0, xp.isinf(x), xp.isnan(x))]
-    inf, finite = np.asarray(np.inf, x.real.dtype), xp.isfinite(x)
-    return counts, (xp.min(x.real, initial=inf, where=finite), xp.max(x.real, initial=-inf, where=finite))
+    array = np.asarray(x).astype(np.float32) if is_low(x) else np.asarray(x)
+    finite = array.real[np.isfinite(array)]
+    extremes = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    counts = (int(np.sum(flags)) for flags in (array == 0, np.isinf(array), np.isnan(array)))
+    return Summary(x.dtype.name, x.shape, *extremes, *counts)
 
 
 Id = tuple[int, ...]

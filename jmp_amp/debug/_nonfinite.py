@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import functools
 import math
-import operator
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -16,16 +15,14 @@ import numpy as np
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, transformation
-from jmp_amp._ops import rule_of
 from jmp_amp._products import emulated
-from jmp_amp._trees import all_finite
-from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op
+from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, QUICK, Evaluation, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import Id, Node, Place, Summary, argument_id, is_low, merge_equal, nearest, summary_of
+from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Interpretation, applies_loss_scale
+from jmp_amp.debug._nodes import Id, Node, Summary, argument_id, is_low, merge_equal, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
-_MANY = 100  # different ops; a program of more is run as a whole first
+_MOST = 5  # operands in a report
 _GUIDE = "docs/my-loss-is-nan.md#"
 _OF_ARGUMENTS = _GUIDE + "an-argument-that-is-not-finite"
 _CODE = re.compile(r"`[^`]*`")
@@ -200,12 +197,8 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
-    # Op by op, each op of another kind or shape is compiled.
-    kinds = {(eqn.primitive, *(str(atom.aval) for atom in eqn.invars)) for eqn in evaluation.ops}
-    if len(kinds) > _MANY and evaluation.arrays and _has_no_overflow(evaluation):
-        return None
     if evaluation.run().is_stopped:
-        node = next(iter(evaluation.nonfinite.values()), None)
+        node = next(iter(evaluation.nonfinite.values()), None) if evaluation.seen else None
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
         return _hidden(evaluation)
@@ -217,46 +210,9 @@ def _find(evaluation: Interpretation) -> NonFinite | None:
     return _argument(evaluation, cause[1])
 
 
-def _has_no_overflow(evaluation: Interpretation) -> bool:
-    """Whether no op makes an infinity from finite numbers that others read: the program is compiled as a whole.
-
-    NaN takes the place of such an infinity, since no arithmetic hides it. What reads it and is no number, as a
-    comparison, tells it. This takes at most half of the time that is left; False if it is over.
-    """
-    found, clock = list[bool](), evaluation.clock
-    limit = (clock.seconds + clock.max_seconds) / 2
-
-    def marked(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> list[Any]:
-        clock.show("the program is traced as a whole")
-        if clock.seconds > limit:
-            raise TimeoutError
-        outs, floats = list(compute(operands)), [x for x in operands if jx.is_inexact(x)]
-        if floats and not all(map(jx.is_inexact, outs)):
-            is_nan = functools.reduce(operator.or_, [jnp.any(jnp.isnan(x)) for x in floats])
-            jax.debug.callback(lambda x: found.append(bool(x)), is_nan)
-        for i, out in enumerate(outs if floats and not rule_of(place.eqn).moves else ()):
-            if jx.is_inexact(out):
-                # Of a product or a sum, the operands have other shapes. They are taken to be finite.
-                same = [jnp.isfinite(x) for x in floats if x.shape in ((), out.shape)]
-                outs[i] = jnp.where(functools.reduce(operator.and_, same, jnp.isinf(out)), jnp.nan, out)
-        return outs
-
-    def run(arrays: Sequence[Any]) -> jax.Array:
-        return all_finite(Evaluation(evaluation.program, arrays, around=marked).run().results)
-
-    try:
-        lowered = jax.jit(run, compiler_options=QUICK).lower(evaluation.arrays)
-        ends = lambda: bool(lowered.compile()(evaluation.arrays))  # noqa: E731
-        is_finite = clock.wait_for(ends, "the program is compiled as a whole", limit)
-    except Exception:  # the time is over, or a custom primitive does not run inside of `jit`: its error tells its line
-        return False
-    jax.effects_barrier()
-    return is_finite and not any(found)
-
-
 def _unseen(evaluation: Interpretation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
-    n, n_ops = len({x.place.key for x in evaluation.nodes if x.eqn}), len(evaluation.ops)
+    n, n_ops = len(evaluation.seen), len(evaluation.ops)
     seconds = evaluation.clock.max_seconds
     text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
     rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
@@ -321,30 +277,13 @@ def _differ(x: Any, exact: Any) -> bool:
 def _cause(evaluation: Interpretation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
     arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
+    nonfinite = evaluation.nonfinite  # after which the results have causes
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
+    candidates = [cause for cause in (*arguments, *nonfinite) if cause in reaches_result]
     if candidates:
-        return _first_harmful(evaluation, candidates)
+        return candidates[0]
     # All infinities were considered intended, so one of them is the cause.
     return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
-
-
-def _first_harmful(evaluation: Interpretation, candidates: Sequence[Id]) -> Id:
-    """Returns the first candidate that makes a result non-finite, by bisection."""
-
-    def nonfinite(n: int) -> list[np.ndarray]:
-        """Returns which elements of the results are non-finite if only the first `n` candidates are allowed."""
-        results = evaluation.again(allowed=set(candidates[:n])).results
-        return [~np.isfinite(np.asarray(x.value)) for x in results if jx.is_inexact(x.value)]
-
-    def is_harmful(n: int) -> bool:
-        more = nonfinite(n)
-        return evaluation.clock.is_late or any((x & ~y).any() for x, y in zip(more, baseline, strict=True))
-
-    if len(candidates) == 1:
-        return candidates[0]
-    baseline = nonfinite(0)
-    return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
 
 
 def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
@@ -356,9 +295,11 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         hider: the first result that is finite again, if all results of the program are finite.
         rest: what was not evaluated, for lack of time, although it tells whether the infinity is intended.
     """
+    evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
     results = [merged[x.node] for x in evaluation.results]
-    cause = diagnose_op(evaluation, merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    cause = diagnose_op(evaluation.names, merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
@@ -368,11 +309,15 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         found = {"left_out": f"{rest}the program in float32: the time was over"}
     elif cause.section != CONSTANT:
         found = _tried(evaluation, merged[node], cause)
+    site = node.place.site
+    if not site.source:  # the user's code does not call it, but hands it over: where it starts
+        inner = (jx.frames_of(x[-1], 10_000) for each in jx.inner_jaxprs(node.eqn) for x in jx.equations_in(each))
+        site = dataclasses.replace(site, source=next((str(x[-1]) for x in inner if x), ""))
     return NonFinite(
-        **vars(node.place.site),
+        **vars(site),
         library=jx.lines_of(node.place.eqns)[1],
         iteration=node.place.iteration,
-        operands=tuple(x.summary for x in node.operands if x.is_floating),
+        operands=operands if len(operands) <= _MOST else tuple(sorted(operands, key=lambda x: x.is_finite)[:_MOST]),
         result=node.summary,
         cause=cause.text,
         guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
@@ -429,7 +374,8 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
         numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
         region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
         run = evaluation.again(wide=FLOAT32, region=region)
-        if (error := _error([x.value for x in run.results if x.node.is_floating], exact)) < 0.1:
+        arrays = [np.asarray(x.value) for x in run.results if x.node.is_floating]
+        if (error := _error(arrays, exact)) < 0.1:
             text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
             cure = f"compute {' and '.join(lines)} in float32: {text}"
             return found | {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -469,6 +470,20 @@ def test_a_quotient_by_a_small_constant_is_marked_where_its_gradient_overflows(n
     assert (len(marked["float16"]), len(marked["bfloat16"])) == (overflows, 0)
     assert jnp.isnan(amp.grad(amp.autocast(loss_fn), loss_scale=2.0**10)(w, x)).any() == overflows
     assert not jnp.isnan(jax.grad(loss_fn)(w, x)).any()
+
+
+def test_no_op_of_a_train_step_is_unknown():
+    tx = amp.dynamic_loss_scale(optax.sgd(1e-3))
+    state = tx.init([W] * 3)
+
+    def step(ws, state, x):
+        loss_fn = amp.autocast(lambda ws, x: jnp.mean(x @ ws[0] @ ws[1] @ ws[2]))
+        loss, grads = amp.value_and_grad(loss_fn, opt_state=state)(ws, x)
+        return tx.update(grads, state, ws), loss
+
+    report = amp.explain(step)([W] * 3, state, X)
+    assert report.select(primitive="sum_together").rows
+    assert report.summary()["unknown"] == []
 
 
 def test_the_reports_say_alike_where_an_op_is():

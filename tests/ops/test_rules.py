@@ -1,15 +1,20 @@
 """Rules of the user's own, and the op table as a table."""
 
 import functools
+import gc
+import importlib
+import pkgutil
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 from jaxprs import dtypes, row, scoped_equations
 
 import jmp_amp as amp
+import pallas_kernels
 from jmp_amp._jaxpr import HIGHER_ORDER
 from jmp_amp._ops import RULES, OpClass, Rule
 
@@ -236,6 +241,19 @@ def test_every_primitive_of_jax_is_classified_or_left_alone_for_a_reason():
         assert known != (name in left), f"classify the primitive `{name}` in _rules.py, or list it here with a reason"
 
 
+def test_every_primitive_of_the_package_has_a_rule():
+    for package in (amp, pallas_kernels):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    gc.unfreeze()  # of `conftest.py`
+    primitives = [x for x in gc.get_objects() if isinstance(x, Primitive)]
+    gc.freeze()
+    ours = {x.name for x in primitives if str(x.impl.__module__).startswith(("jmp_amp.", "pallas_kernels."))}
+    assert {"cast_inputs", "float8_dot_general", "sum_together"} < ours
+    assert ours <= RULES.keys() | HIGHER_ORDER.keys()  # `explain` lists all others as unknown
+
+
 def test_every_rule_is_for_a_primitive_that_exists():
     names = {p.name for module in (jex_core.primitives, lax) for n, p in vars(module).items() if n.endswith("_p")}
     # Not exported by JAX 0.10 to 0.12, seen in its jaxprs.
@@ -243,5 +261,6 @@ def test_every_rule_is_for_a_primitive_that_exists():
     names |= {"geqrf", "ffi_call", "pallas_call"}
     names |= {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"}
     names |= {"float8_dot_general", "float8_ragged_dot_general", "float8_scale"}  # of this package
+    names |= {"sum_together", "unscale_check"}  # of `pallas_kernels`
     newer = {"log2", "one_minus_square", "polynomial"}  # than JAX 0.10
     assert set(RULES) - names - newer == set()
