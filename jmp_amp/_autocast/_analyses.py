@@ -52,7 +52,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def widen(self, start: ValueFacts, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: how large one gets that grows is not known."""
-        return new if new.size == old.size else new._replace(low=start.low, high=start.high)
+        is_settled = (new.low, new.high) == (old.low, old.high)
+        return new if is_settled else new._replace(low=start.low, high=start.high)
 
     def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""
@@ -66,10 +67,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         """Returns what is known of the results of an op."""
         eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
         if rule.fold is np.not_equal and len(info.operands) == 1:  # `x != x`, as only NaN is
-            return [facts_of(np.zeros((), np.float32))]
+            return [ValueFacts(0.0)]
         if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # of integers or flags
-            low = operands[0].low if jx.dtype_of(eqn.invars[0]) != np.bool_ else 0.0
-            return [operands[0]._replace(low=low, is_whole=True)]
+            known = operands[0]._replace(is_whole=True)
+            return [known._replace(scalar=None, low=0.0) if jx.dtype_of(eqn.invars[0]) == np.bool_ else known]
         # `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
         if rule.fold is not None and None not in scalars and jx.is_floating(eqn.outvars[0]):
             with np.errstate(all="ignore"):

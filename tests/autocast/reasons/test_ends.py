@@ -144,20 +144,20 @@ def test_the_fill_ends_at_a_maximum_however_the_mask_is_written(mask):
         assert set(forward(fun, "float16", X, KEEP, [W] * 2)) == {"float16"}
 
 
-# What a layer reads, and how many products of two layers of `0.1 * relu(h) ** 2` behind it are float32 in float16.
+# What a layer reads, and whether the products of layers of `0.1 * relu(h) ** 2` behind it are float32 in float16.
 SIZES = {
-    "embeddings that are scaled": (lambda x: (x / 64) * 64.0, 0),
-    "inputs that are scaled": (lambda x: 255.0 * x, 0),
-    "a square that float16 holds": (lambda x: (64 * x) ** 2, 0),
-    "a square that it does not": (lambda x: (300 * x) ** 2, 2),
-    "a row of scalars": (lambda x: x * 1e3 * 1e4, 2),
-    "a large square in front of a norm": (lambda x: jax.nn.standardize((300 * x) ** 2), 0),
+    "embeddings that are scaled": (lambda x: (x / 64) * 64.0, False),
+    "inputs that are scaled": (lambda x: 255.0 * x, False),
+    "a square that float16 holds": (lambda x: (64 * x) ** 2, False),
+    "a square that it does not": (lambda x: (300 * x) ** 2, True),
+    "a row of scalars": (lambda x: x * 1e3 * 1e4, True),
+    "a large square in front of a norm": (lambda x: jax.nn.standardize((300 * x) ** 2), False),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_start_anew_at_a_product_with_a_weight(name):
-    scale, n = SIZES[name]
+    scale, is_large = SIZES[name]
     for loop in (False, True):
 
         def fun(x, ws, loop=loop):
@@ -166,8 +166,7 @@ def test_sizes_start_anew_at_a_product_with_a_weight(name):
                 return lax.scan(lambda h, w: (0.1 * jax.nn.relu(h @ w) ** 2, None), h, ws)[0]
             return network(h, ws, lambda h: 0.1 * jax.nn.relu(h) ** 2)
 
-        got = forward(fun, "float16", X, jnp.stack([W] * 2))
-        assert got == (["float32"] * n + ["float16"] * (2 - n) if not loop else ["float16" if n == 0 else "float32"])
+        assert set(forward(fun, "float16", X, jnp.stack([W] * 4))) == {"float32" if is_large else "float16"}
 
 
 def test_sizes_multiply_where_no_weight_is_in_the_product():
