@@ -533,10 +533,9 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "ffi_call pallas_call": _KERNEL,
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
     # Bits, complex numbers, and reductions by any function.
-    "bitcast_convert_type": ORIGINAL,
     "reduce_precision": ORIGINAL._replace(keeps_unit=True),
     "complex conj imag real": _COMPLEX,
-    "reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
+    "bitcast_convert_type reduce reduce_window select_and_scatter random_gamma": ORIGINAL,
 }
 RULES: Rules = {name: rule for row, rule in ROWS.items() for name in row.split()}
 

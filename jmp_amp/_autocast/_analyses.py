@@ -83,7 +83,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
-        bends = rule.kind is ResultKind.CHOSEN and rule.fuses and rule.fold is not np.negative
+        bends = any(rule.drops) or rule.fold is np.abs
         is_solution = any(each.is_solution for each in read) and rule.passes_on and not (bends or is_norm)
         carry = joined([each.carry for each in read])
         is_plain = all(each.low == each.high == 1 and each.least == math.inf for each in read)
@@ -122,14 +122,14 @@ def _bounds(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueF
         lows = highs = [_power(read[0].size, rule.power)]
     elif rule.multiplies:
         first, second = operands[:2]
+        factors = [second.low, second.high]
         if rule.kind is ResultKind.QUOTIENT:
-            size = _power(second.size, -1)
-            second = second._replace(low=size * (second.low > 0), high=size * (second.high > 0))
-        lows = [first.low * second.high, first.high * second.low]
-        highs = [first.low * second.low, first.high * second.high]
+            factors = [_power(second.size, -1) * (x > 0) for x in factors]
+        lows = [first.low * factors[1], first.high * factors[0]]
+        highs = [first.low * factors[0], first.high * factors[1]]
         is_number = [isinstance(atom, Literal) and not is_constant for atom in info.eqn.invars]
         if any(is_number):  # it does not make a value smaller: data may be as large anyway
-            least = min(1.0, (first if is_number[1] else second).size)
+            least = min(1.0, first.size if is_number[1] else max(factors))
             lows, highs = [*lows, least], [*highs, least]
     elif rule.is_decomposition:  # as large as the matrix, or as its inverse
         lows = highs = [max(known.size, _power(known.size, -1)) for known in read]
