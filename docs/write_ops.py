@@ -120,7 +120,8 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
 READ = {
     Demand.ANGLE: "float32 products in front, if only sines and cosines read them",
     Demand.MATRIX: "float32 products in front",
-    Demand.RANGE: "in float16, float32 products in front",
+    Demand.RANGE | Demand.LOG: "in float16, float32 products in front",
+    Demand.LOG: "in float16, float32 products in front, if the program scales them up or changes their sign",
     Demand.EDGE: "float32 products in front",
     Demand.ROOT: "in `sqrt(1 - x)`, float32 products in front",
     Demand.CODE: "float32 products with whole numbers in front",

@@ -74,6 +74,7 @@ class Demand:
     CODE = 1 << 14  # to see whether it is equal to another: `code[:, None] == code`
     RANK = 1 << 15  # to choose by its order: `lax.top_k(jax.nn.softmax(x @ router), 2)`
     LOSS = 1 << 16  # as a term of what the program returns, or of its sum
+    LOG = 1 << 17  # as the operand of a logarithm, also of one that small values do not reach: `jnp.log1p(p @ q)`
     METRIC = 1 << 18  # to choose by its order what is only returned: a top-5 accuracy, which is none if a loss reads it
     SQUARES = 1 << 19  # as a term beside a sum of squares: they cancel if it is a product of what was squared
     SQUARED = 1 << 20  # as what is squared in such a sum
@@ -81,7 +82,7 @@ class Demand:
 
     OTHERS = ANY | RETURNED | LOSS
     EXACT = INDEX | CODE | RANK | METRIC  # which ops on few elements pass on
-    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | EDGE | SQUARES  # which sums and products pass on
+    LINEAR = ANGLE | DISTANCE | MATRIX | RANGE | LOG | EDGE | SQUARES  # which sums and products pass on
     SENSITIVE = LINEAR | ENDS_LOOP | INDEX  # those that float32 is for
 
 
@@ -121,6 +122,8 @@ class Rule(NamedTuple):
         dtype_params: names of parameters that name the dtype of the result.
         jaxpr_params: names of parameters that hold a jaxpr over scalars of the operands' dtype.
         power: the exponent of a power; None if the program computes it.
+        drops: of the elements that it chooses from, whether it drops large negative ones, as the fill of a mask in a
+            maximum, and whether it drops large positive ones.
         fold: computes the op on known scalars, on the host.
         move_axes: for an op that moves elements, how it moves the axes of an operand.
         makes_gates: `f(z)` is a gate, as `exp(-z)`.
@@ -143,6 +146,7 @@ class Rule(NamedTuple):
     dtype_params: tuple[str, ...] = ()
     jaxpr_params: tuple[str, ...] = ()
     power: float | None = None
+    drops: tuple[bool, bool] = (False, False)
     fold: Callable[..., Any] | None = None
     move_axes: MoveAxes = _same_axes
     makes_gates: bool = False
@@ -192,7 +196,7 @@ class Rule(NamedTuple):
         if self.can_run_as_traced:
             return Demand.LINEAR | Demand.TERM
         if self.power == 2:
-            return Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE)
+            return Demand.LINEAR & ~(Demand.ANGLE | Demand.RANGE | Demand.LOG)
         return PASSES.get(self.kind, Demand.MATRIX)
 
     @property
@@ -233,7 +237,7 @@ PASSES = {
     **dict.fromkeys((ResultKind.CHOSEN, ResultKind.SELECTED), Demand.LINEAR | Demand.TERM | Demand.ROOT),
     **dict.fromkeys((ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT), Demand.LINEAR | Demand.TERM),
     **dict.fromkeys((ResultKind.PRODUCT, ResultKind.QUOTIENT, ResultKind.OUTER_PRODUCT), Demand.LINEAR | Demand.TERM),
-    ResultKind.TOTAL: Demand.MATRIX | Demand.RANGE | Demand.METRIC,
+    ResultKind.TOTAL: Demand.MATRIX | Demand.RANGE | Demand.LOG | Demand.METRIC,
     ResultKind.BOUNDED: Demand.NONE,
 }
 
@@ -256,7 +260,7 @@ _LOWER = Rule(
 _ORDERED = Rule(OpClass.FOLLOW, ResultKind.ORDERED, keeps_unit=True)
 _PAIRWISE = Rule(OpClass.PROMOTE, fuses=True)  # elementwise, of several operands
 _ELEMENTWISE = Rule(OpClass.FOLLOW, fuses=True)
-_LOGARITHM = Rule(OpClass.FULL, ResultKind.LOGARITHM, Demand.RANGE)
+_LOGARITHM = Rule(OpClass.FULL, ResultKind.LOGARITHM, Demand.RANGE | Demand.LOG)
 _POWER = Rule(OpClass.FULL, ResultKind.POWER)
 _SQUARE = Rule(OpClass.FOLLOW, ResultKind.POWER, fuses=True, power=2, fold=np.square)
 _MOVE = Rule(OpClass.FOLLOW, ResultKind.MOVED)
@@ -414,23 +418,17 @@ def _broadcast_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes
     return frozenset(int(params["broadcast_dimensions"][axis]) for axis in axes)
 
 
-def _squeeze_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
-    """Moves axes through the removal of others."""
-    kept = [axis for axis in range(len(before)) if axis not in params["dimensions"]]
-    return frozenset(i for i, axis in enumerate(kept) if axis in axes)
-
-
 def _transpose_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
     """Moves axes through a permutation."""
     return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in axes)
 
 
 def _reshape_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes | None:
-    """Moves axes through a reshape.
+    """Moves axes through a reshape, or through the removal of axes of one element.
 
     An axis that merges several axes, or is a part of one, counts if any of these counts.
     """
-    if params["dimensions"] is not None:
+    if len(params["dimensions"] or ()) == len(before) > 0:  # a permutation
         return None
     olds, news = sorted(varying(before)), sorted(varying(after))
     if [before[i] for i in olds] == [after[i] for i in news]:
@@ -481,7 +479,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "rsqrt": _POWER._replace(power=-0.5, fold=lambda x: 1 / np.sqrt(x)),
     "log": _LOGARITHM._replace(fold=np.log),
     "log2": _LOGARITHM,
-    "log1p": _FULL._replace(demand=Demand.RANGE),
+    "log1p": _FULL._replace(demand=Demand.LOG),
     "acos acosh asin atanh erf_inv": _FULL._replace(demand=Demand.EDGE),
     "asinh atan cosh sinh tan": _FULL,
     "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma": _FULL,
@@ -498,11 +496,12 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
     "mul": _mul,
     "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
-    "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum),
-    "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum),
-    "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN),
+    "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum, drops=(True, False)),
+    "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum, drops=(False, True)),
+    "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN, drops=(True, True)),
     "select_n": _PAIRWISE._replace(kind=ResultKind.SELECTED),
-    "eq ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
+    "eq": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE),
+    "ne": _PAIRWISE._replace(keeps_unit=True, demand=Demand.CODE, fold=np.not_equal),
     "lt le gt ge": _PAIRWISE._replace(keeps_unit=True),
     "rem nextafter": _PROMOTE._replace(keeps_unit=True),
     "atan2": _PROMOTE,
@@ -515,7 +514,8 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     # Bounded or exact in any dtype.
     "neg": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, makes_gates=True, fold=np.negative),
     "abs": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, fold=np.abs),
-    "reduce_max reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN),
+    "reduce_max": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, drops=(True, False)),
+    "reduce_min": _ELEMENTWISE._replace(kind=ResultKind.CHOSEN, drops=(False, True)),
     "square": _SQUARE,
     "sign is_finite": _ELEMENTWISE._replace(drops_unit=True),
     "sin cos": _ELEMENTWISE._replace(demand=Demand.ANGLE),
@@ -534,8 +534,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "ppermute all_gather all_gather_invariant pvary reshard": _MOVE,
     # Values move, none is computed.
     "broadcast_in_dim": _FUSED_MOVE._replace(move_axes=_broadcast_axes),
-    "reshape": _FUSED_MOVE._replace(move_axes=_reshape_axes),
-    "squeeze": _FUSED_MOVE._replace(move_axes=_squeeze_axes),
+    "reshape squeeze": _FUSED_MOVE._replace(move_axes=_reshape_axes),
     "transpose": _FUSED_MOVE._replace(move_axes=_transpose_axes),
     "stop_gradient": _FUSED_MOVE._replace(fold=lambda x: x),
     "slice dynamic_slice rev split unstack": _FUSED_MOVE,
@@ -549,10 +548,9 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "ffi_call pallas_call unscale_check": _KERNEL,
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper": _KERNEL,  # cuDNN; it refuses float32
     # Bits, complex numbers, and reductions by any function.
-    "bitcast_convert_type": ORIGINAL,
     "reduce_precision": ORIGINAL._replace(keeps_unit=True),
     "complex conj imag real": _COMPLEX,
-    "reduce reduce_window select_and_scatter random_gamma sum_together": ORIGINAL,
+    "bitcast_convert_type reduce reduce_window select_and_scatter random_gamma sum_together": ORIGINAL,
 }
 RULES: Rules = {name: rule for row, rule in ROWS.items() for name in row.split()}
 

@@ -53,7 +53,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 
     def widen(self, start: ValueFacts, old: ValueFacts, new: ValueFacts) -> ValueFacts:
         """Returns what is known of a carry that is not settled: how large one gets that grows is not known."""
-        return new if new.size == old.size else new._replace(size=start.size)
+        is_settled = (new.low, new.high) == (old.low, old.high)
+        return new if is_settled else new._replace(low=start.low, high=start.high)
 
     def enter_loop(self, loop: jx.Loop, carry: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Marks the accumulators and the recurrences of a loop."""
@@ -66,16 +67,18 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
+        if rule.fold is np.not_equal and len(info.operands) == 1:  # `x != x`, as only NaN is
+            return [ValueFacts(0.0)]
         if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # of integers or flags
-            return [operands[0]._replace(is_whole=True)]
+            known = operands[0]._replace(is_whole=True)
+            return [known._replace(scalar=None, low=0.0) if jx.dtype_of(eqn.invars[0]) == np.bool_ else known]
         # `-1e9` is known however it was written: `-jnp.float32(10) ** 9`, or `jnp.finfo(x.dtype).min / 2`.
         if rule.fold is not None and None not in scalars and jx.is_floating(eqn.outvars[0]):
             with np.errstate(all="ignore"):
                 return [facts_of(np.asarray(rule.fold(*map(np.float32, scalars)), np.float32))]
         # Of integers, those that may be elements of the result, and not what they are chosen by.
         dtypes = _FLOATING.union(map(jx.dtype_of, eqn.outvars))
-        numbers = [pair for pair in zip(operands, eqn.invars, strict=True) if jx.dtype_of(pair[1]) in dtypes]
-        read = [known for known, _ in numbers]
+        read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in dtypes]
         passes_on = rule.passes_on or rule.is_linear
         # The product of a logarithm and an array is another quantity, as `jnp.log(sigma) * embedding`.
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
@@ -83,9 +86,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
         is_solution = any(each.is_solution for each in read) and rule.passes_on and not (rule.bends or is_norm)
         carry = joined([each.carry for each in read])
+        is_plain = all(each.low == each.high == 1 and each.least == math.inf for each in read)
         known = ValueFacts(
-            least=_least(info, read),
-            size=1.0 if all(each.size == 1 for each in read) else _size(info, operands, numbers),
+            None,
+            *((math.inf, 1.0, 1.0) if is_plain else (_least(info, read), *_bounds(info, operands, read))),
             is_log=is_log or rule.kind is ResultKind.LOGARITHM,
             squares=_squares(info, operands),
             moment=_moment(info, operands),
@@ -103,7 +107,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return ValueFacts(least=known.least, size=known.size, is_constant=known.is_constant)
+        return ValueFacts(least=known.least, low=known.low, high=known.high, is_constant=known.is_constant)
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
@@ -111,29 +115,43 @@ def _of(var: Any, known: ValueFacts) -> ValueFacts:
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
 
 
-def _size(info: EqnInfo, operands: Sequence[ValueFacts], numbers: Sequence[tuple[ValueFacts, Any]]) -> float:
-    """Estimates the largest magnitude of a result. Sums and means count as large as their largest term."""
-    rule, sizes, is_constant = info.rule, [known.size for known, _ in numbers], all(k.is_constant for k in operands)
-    if info.is_fraction:
-        return 1.0
+def _bounds(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFacts]) -> tuple[float, float]:
+    """Estimates `low` and `high` of a result. Sums and means count as large as their largest term."""
+    rule, is_constant = info.rule, all(known.is_constant for known in operands)
+    lows, highs = [known.low for known in read], [known.high for known in read]
     if rule.power is not None:
-        size = _power(sizes[0], rule.power)
+        lows = highs = [_power(read[0].size, rule.power)]
     elif rule.multiplies:
-        first, second = (known.size for known in operands[:2])
-        factor = _power(second, -1) if rule.kind is ResultKind.QUOTIENT else second
+        first, second = operands[:2]
+        factors = [second.low, second.high]
+        if rule.kind is ResultKind.QUOTIENT:
+            factors = [_power(second.size, -1) * (x > 0) for x in factors]
+        lows = [first.low * factors[1], first.high * factors[0]]
+        highs = [first.low * factors[0], first.high * factors[1]]
         is_number = [isinstance(atom, Literal) and not is_constant for atom in info.eqn.invars]
-        # A number does not make a value smaller: data may be as large anyway.
-        size = max(first * factor, min(1.0, first if is_number[1] else factor) if any(is_number) else 0.0)
+        if any(is_number):  # it does not make a value smaller: data may be as large anyway
+            least = min(1.0, first.size if is_number[1] else max(factors))
+            lows, highs = [*lows, least], [*highs, least]
     elif rule.is_decomposition:  # as large as the matrix, or as its inverse
-        size = max([max(size, _power(size, -1)) for size in sizes])
-    elif rule.passes_on or rule.kind is ResultKind.TOTAL:
-        size = max([known.size for known, atom in numbers if not _is_bound(rule, atom, known)] or sizes)
-    else:
-        return 1.0
+        lows = highs = [max(known.size, _power(known.size, -1)) for known in read]
+    elif info.is_fraction or not (rule.passes_on or rule.kind is ResultKind.TOTAL):
+        return 1.0, 1.0
+    elif rule.kind is ResultKind.DIFFERENCE or rule.fold is np.negative:
+        lows[-1], highs[-1] = highs[-1], lows[-1]
+    elif rule.fold is np.abs:
+        highs += lows
+    # A maximum drops what a mask was filled with, and ends at a number; an array of several numbers may be large.
+    numbers = [known for known in read if known.is_constant]
+    ends = [drops and all(known.least >= known.size for known in numbers) for drops in rule.drops]
+    rest = [] if numbers else [1.0]
+    sizes = [min(each + rest) if end else max(each) for each, end in zip((lows, highs), ends, strict=True)]
     # Coefficients, as in `1 - 28 * u**6 + 48 * u**7 - 21 * u**8`, and factors near 1, as those of dropout, would
-    # multiply over layers.
-    largest = 256 if rule.kind in _SUMS else 4
-    return 1.0 if 1 / 4 < size < largest and not is_constant else size
+    # multiply over layers. Weights are as small as the layer is wide; float16 ends at 65504.
+    is_layer = rule.is_product and min(known.size for known in operands[:2]) <= 1
+    is_layer &= not any(known.is_whole or (known.is_constant and known.size > 1) for known in operands[:2])
+    largest = 256 if rule.kind in _SUMS else 2.0**16 if is_layer else _GROWN
+    low, high = [1.0 if not is_constant and (1 / 4 < size < largest or size == 0) else size for size in sizes]
+    return low, high
 
 
 def _least(info: EqnInfo, read: Sequence[ValueFacts]) -> float:
@@ -154,17 +172,7 @@ def _least(info: EqnInfo, read: Sequence[ValueFacts]) -> float:
     return size if 0 < size < _SMALL else math.inf
 
 
-_SMALL = 2.0**-10  # larger ones are not followed
-
-
-def _is_bound(rule: Rule, atom: Any, known: ValueFacts) -> bool:
-    """Whether an operand makes nothing larger, as those of `jnp.clip(x, -1e6, 1e6)`; `jnp.maximum(x, 1e6)` is large."""
-    if rule.kind is not ResultKind.CHOSEN or not rule.fuses or varying(jx.shape_of(atom)) or not known.is_constant:
-        return False
-    is_least = isinstance(atom, Literal) and (
-        (rule.fold is np.maximum and atom.val > 0) or (rule.fold is np.minimum and atom.val < 0)
-    )
-    return not is_least
+_SMALL, _GROWN = 2.0**-10, 4  # what is between them is not followed
 
 
 _SUMS = {ResultKind.SUM, ResultKind.DIFFERENCE, ResultKind.COTANGENT}
@@ -307,6 +315,10 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
         of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
         each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
+        if (of_all | rule.demand) & Demand.LOG:
+            each = [_of_logarithm(rule, operands, of) for of in each]
+        if rule.kind is ResultKind.SELECTED and operands[0].scalar == 0:  # the other is for NaN
+            each[2:] = [Demand.NONE] * len(each[2:])
         is_index = [not (counts or jx.is_floating(x)) for x in info.eqn.invars]
         each = [of | Demand.ANY if i or not of & ~_SAYS_LITTLE else of for of, i in zip(each, is_index, strict=True)]
         moments = [known.moment for known in operands] if rule.kind is ResultKind.QUOTIENT and info.arrays[1:] else []
@@ -320,9 +332,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
         if is_of_carries or _iterates(info, operands):  # for a matrix, such as its square root
             each = [of | Demand.MATRIX for of in each]
-        gate, carries = _gate(info, operands, demand), [known.carry for known in operands]
-        each = [of if carry & Demand.TERM else of | gate for of, carry in zip(each, carries, strict=True)]
-        each = [of | carry & demand & Demand.RECURRENCE for of, carry in zip(each, carries, strict=True)]
+        gate, marked = _gate(info, operands, demand), zip(each, [known.carry for known in operands], strict=True)
+        each = [of | carry & demand & Demand.RECURRENCE | (0 if carry & Demand.TERM else gate) for of, carry in marked]
         if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]
@@ -373,6 +384,8 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         return "sum"
     if demand & Demand.OTHERS:  # `x = h @ w; jnp.sin(x) * x` rounds `x` anyway
         demand &= ~Demand.ANGLE
+    if demand & Demand.LOG:
+        demand = _of_logarithm(info.rule, operands, demand)
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
     return next((reason for reason, (way, _) in _REASONS.items() if demand & way), None)
@@ -418,6 +431,21 @@ DEMAND_OF = {reason: way for reason, (way, _) in _REASONS.items()} | {"rank": De
 def joined(several: Sequence[int]) -> int:
     """Returns what several readers demand of a value."""
     return several[0] if len(several) == 1 else functools.reduce(operator.or_, several, Demand.NONE)
+
+
+def _of_logarithm(rule: Rule, operands: Sequence[ValueFacts], demand: int) -> int:
+    """Returns a demand of a logarithm on the operands of an op: with `RANGE` if their small values matter to it.
+
+    They do not beside a number of about 1, as in `jnp.log(1 + x)`, nor in `jnp.maximum(x, 0)`. Where an op scales them
+    up or changes their sign they do, even to `jnp.log1p`: `jnp.log1p(1e9 * x)`, and `jnp.log1p(-x)` of `x` near 1.
+    """
+    numbers = [known.scalar for known in operands if known.scalar is not None]
+    changes_sign = rule.fold is np.negative or rule.kind is ResultKind.DIFFERENCE or min(numbers, default=0) < 0
+    if changes_sign or any(known.size >= _GROWN for known in operands):
+        return demand | Demand.RANGE
+    is_maximum, least = rule.drops[0], max(numbers, default=-1.0)
+    hides = (is_maximum and least == 0) or ((is_maximum or rule.kind is ResultKind.SUM) and least >= _SMALL)
+    return demand & ~Demand.RANGE if hides else demand
 
 
 def _passed_on(info: EqnInfo, demand: int) -> int:

@@ -223,11 +223,10 @@ def _is_exact(op: Context) -> bool:
     """
     if not op.rule.scales or op.region.format.needs_loss_scale:
         return False
-    array, factor = op.values
-    if op.rule.kind is ResultKind.PRODUCT and array.known.scalar is not None:
-        array, factor = factor, array
-    number = factor.known.scalar
-    return array.origin is Origin.PRODUCT and number is not None and abs(math.frexp(number)[0]) == 0.5
+    factors = op.values if op.rule.kind is ResultKind.PRODUCT else op.values[1:]
+    numbers = [value.known.scalar for value in factors if value.known.scalar is not None]
+    is_product = any(value.origin is Origin.PRODUCT for value in op.values)
+    return is_product and any(abs(math.frexp(number)[0]) == 0.5 for number in numbers)
 
 
 def _joins_stream(op: Context) -> bool:

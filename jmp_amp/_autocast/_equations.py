@@ -28,29 +28,30 @@ def describe_equations(
     """
     pairs = [(eqn, rule_of(eqn)) for eqn in jaxpr.eqns]
     sources = _sources(pairs)
-    between, related = _relations(pairs, sources)
-    # Values, each with what it was rounded to.
-    rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn, rule in pairs if _rounds(eqn, rule, rule_of)]
+    structures = list(map(jx.structure_of, jaxpr.eqns))
+    rounding = [eqn for (eqn, rule), each in zip(pairs, structures, strict=True) if _rounds(rule, each, rule_of)]
+    between, related = _relations(pairs, sources, rounding)
+    rounded = [{*map(id, (*eqn.invars, *eqn.outvars))} for eqn in rounding]  # values, each with what it was rounded to
     infos = []
     for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
         operands = tuple(dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)]))
         is_fraction = rule.kind is ResultKind.DIFFERENCE and {*map(id, eqn.invars)} in rounded
         relations = between.get(i), related.get(i, Demand.NONE), is_fraction
-        infos.append(EqnInfo(eqn, rule, jx.structure_of(eqn), operands, of, *relations, token_of(eqn, of, *relations)))
+        infos.append(EqnInfo(eqn, rule, structures[i], operands, of, *relations, token_of(eqn, of, *relations)))
     return infos
 
 
 def _sources(pairs: Pairs) -> Sources:
-    """Returns what each operand was before it was only moved; None for a literal."""
-    moved, sources = dict[Any, Var](), list[tuple[Var | None, ...]]()
+    """Returns what each operand was before it was only moved; None for a literal, as in `jnp.ones(n)`."""
+    moved, sources = dict[Any, Var | None](), list[tuple[Var | None, ...]]()
     for eqn, rule in pairs:
         sources.append(tuple([moved.get(a, a) if isinstance(a, Var) else None for a in eqn.invars]))
-        if rule.moves and len(eqn.outvars) == 1 and (source := sources[-1][0]) is not None:
-            moved[eqn.outvars[0]] = source
+        if rule.moves and len(eqn.outvars) == 1 and (sources[-1][0] is not None or len(eqn.invars) == 1):
+            moved[eqn.outvars[0]] = sources[-1][0]
     return sources
 
 
-def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int, int]]:
+def _relations(pairs: Pairs, sources: Sources, rounding: Sequence[JaxprEqn]) -> tuple[dict[int, int], dict[int, int]]:
     """Returns `EqnInfo.between` and `EqnInfo.related`, each by the index of the equation."""
     products, between, related = dict[Any, tuple[int, Sequence[Any]]](), dict[int, int](), dict[int, int]()
     scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
@@ -58,7 +59,7 @@ def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int
         made, read = [products[each] for each in of if each in products], [each for each in of if each is not None]
         if rule.op_class is OpClass.LOWER and not is_backward(eqn):
             related[i] = Demand.HIDDEN
-        if rule.is_product:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
+        if rule.is_product and None not in of:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`; `A @ jnp.ones(n)` is a sum
             products[eqn.outvars[0]] = i, of
             for k in (0, 1):
                 first, factors = products.get(of[k], (i, ()))
@@ -74,16 +75,14 @@ def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int
             (x,), (out,) = read, eqn.outvars
             if rule.scales:
                 scaled[out] = scaled.get(x, x)
-            if x in quotients:
+            if x in quotients and jx.is_floating(out) and eqn not in rounding:  # whole numbers are not small
                 quotients[out] = quotients[x]
-        elif rule.scales and len(read) == 2:
-            units = [scaled.get(x, x) for x in read]
-            if rule.kind is ResultKind.QUOTIENT:
-                quotients[eqn.outvars[0]] = i, units[1]
-            for x, other in zip(read, units[::-1], strict=True) if rule.kind is ResultKind.PRODUCT else ():
-                quotient, unit = quotients.get(x, (i, None))
-                if unit is other:  # a function of a quotient by a unit, times the unit: `n * jnp.tanh((c @ x) / n)`
-                    related[quotient] = Demand.RANGE
+        elif rule.kind is ResultKind.QUOTIENT and len(read) == 2:
+            quotients[eqn.outvars[0]] = i, scaled.get(read[1], read[1])
+        elif rule.kind is ResultKind.PRODUCT and len(read) == 2:
+            for x, unit in (read, read[::-1]):  # a function of a quotient, times its unit: `n * jnp.tanh((c @ x) / n)`
+                if x in quotients and quotients[x][1] is scaled.get(unit, unit):
+                    related[quotients[x][0]] = Demand.RANGE
     return between, related
 
 
@@ -92,8 +91,8 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return jx.versions.is_backward(eqn.source_info.name_stack)
 
 
-def _rounds(eqn: JaxprEqn, rule: Rule, rule_of: Callable[[JaxprEqn], Rule]) -> bool:
+def _rounds(rule: Rule, structure: jx.Structure | None, rule_of: Callable[[JaxprEqn], Rule]) -> bool:
     """Whether an equation rounds to whole numbers; `jnp.round` is a call."""
-    if eqn.primitive.name == "jit" and len(inside := jx.open_jaxpr(eqn.params["jaxpr"])[0].eqns) == 1:
-        return rule_of(inside[0]).kind is ResultKind.ROUNDED
+    if structure and isinstance(structure, jx.Call) and len(inside := jx.open_jaxpr(structure.jaxpr)[0].eqns) == 1:
+        return _rounds(rule_of(inside[0]), jx.structure_of(inside[0]), rule_of)
     return rule.kind is ResultKind.ROUNDED

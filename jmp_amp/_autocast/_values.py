@@ -92,8 +92,9 @@ class ValueFacts(NamedTuple):
         scalar: the value of a constant scalar in float32, however the program writes it.
         least: the smallest nonzero magnitude of the elements of a float32 constant, moved or not; of another value, an
             estimate of its largest magnitude where constants make that small: 1e-9 for `x * 1e-9`.
-        size: an estimate of its largest magnitude; inputs of the program count as 1, constants as they are. In
-            `q * 1e3 * 1e4` it is 1e7, and so is that of the product that reads it.
+        low, high: estimates of the largest magnitudes of its negative and its positive elements; inputs of the program
+            count as 1, constants as they are. In `q * 1e3 * 1e4` both are 1e7. In `jnp.where(mask, q, -1e9)` the first
+            is 1e9, and in a maximum over its rows 1.
         is_log: whether it is a logarithm, as in `-labels @ jax.nn.log_softmax(logits).T`, which is a loss.
         squares: how it is made of squares.
         moment: how it is made of products.
@@ -112,7 +113,8 @@ class ValueFacts(NamedTuple):
 
     scalar: float | None = None
     least: float = math.inf
-    size: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
     is_log: bool = False
     squares: Squares = Squares.NO
     moment: Moment = Moment.NO
@@ -124,11 +126,16 @@ class ValueFacts(NamedTuple):
     multiplies_slices: bool = False
     adds_matrix: bool = False
 
+    @property
+    def size(self) -> float:
+        """An estimate of its largest magnitude."""
+        return self.low if self.low > self.high else self.high
+
     def leaves(self, dtype: np.dtype) -> bool:
         """Whether `dtype` may not hold it: as inf, a constant as subnormal numbers, or a scaled value as 0."""
         largest, normal, subnormal = _limits(dtype)
         size, least = (self.size, normal) if self.is_constant else (self.least, subnormal)
-        return self.size > largest or self.least <= size < least
+        return self.low > largest or self.high > largest or self.least <= size < least
 
     def is_rounded(self, dtype: np.dtype, divides: bool) -> bool:
         """Whether it is one number, repeated or not, that `dtype` does not hold, as 287 in bfloat16.
@@ -157,10 +164,10 @@ NOTHING = ValueFacts()
 
 def facts_of(x: np.ndarray) -> ValueFacts:
     """Returns what is known of a constant, from its elements, or some of them; they are float32."""
-    magnitudes = np.abs(x[np.isfinite(x) & (x != 0)])
-    least, size = float(magnitudes.min(initial=np.inf)), float(magnitudes.max(initial=0))
+    read = x[np.isfinite(x) & (x != 0)]
+    least, low, high = map(float, (np.abs(read).min(initial=np.inf), -read.min(initial=0), read.max(initial=0)))
     is_whole = bool(np.all(x == np.rint(x)))
-    return ValueFacts(None if x.shape else x.item(), least, size, is_constant=True, is_whole=is_whole)
+    return ValueFacts(None if x.shape else x.item(), least, low, high, is_constant=True, is_whole=is_whole)
 
 
 class Value(NamedTuple):
@@ -209,8 +216,7 @@ class Value(NamedTuple):
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` can hold this constant: not as inf, as 0 or subnormal, nor 1 - 1e-6 as 1."""
         known = self.known
-        is_read = known.is_constant and known.least <= known.size
-        if is_read and (self.overflows(dtype) or known.least < _limits(dtype)[1]):
+        if known.is_constant and (self.overflows(dtype) or known.least < _limits(dtype)[1]):
             return False
         return known.scalar is None or abs(known.scalar) == 1 or abs(np.float32(known.scalar).astype(dtype)) != 1
 

@@ -27,7 +27,7 @@ KNOWN = st.builds(
     ValueFacts,
     st.sampled_from([None, 1.0, 2.0]),
     st.sampled_from([math.inf, 1.0, 2.0**-20]),
-    st.sampled_from([1.0, 4.0, 2.0**20]),
+    *[st.sampled_from([1.0, 4.0, 2.0**20])] * 2,
     st.booleans(),
     st.sampled_from(Squares),
     st.sampled_from(Moment),
@@ -39,7 +39,7 @@ PATHS = st.frozensets(st.tuples(st.integers(0, 3), st.integers(0, 255)), max_siz
 LATTICES = {
     "known": (Knowledge.join, KNOWN, NOTHING),
     "paths": (Paths.join, PATHS, Paths.bottom),
-    "demands": (Demands.join, st.integers(0, 2**17 - 1), Demands.bottom),
+    "demands": (Demands.join, st.integers(0, 2**18 - 1), Demands.bottom),
 }
 
 
