@@ -83,7 +83,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
-        bends = any(rule.drops) or rule.fold is np.abs
+        bends = True in rule.drops or rule.fold is np.abs
         is_solution = any(each.is_solution for each in read) and rule.passes_on and not (bends or is_norm)
         carry = joined([each.carry for each in read])
         is_plain = all(each.low == each.high == 1 and each.least == math.inf for each in read)
