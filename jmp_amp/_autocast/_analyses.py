@@ -150,7 +150,8 @@ def _bounds(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueF
     is_layer = rule.is_product and min(known.size for known in operands[:2]) <= 1
     is_layer &= not any(known.is_whole or (known.is_constant and known.size > 1) for known in operands[:2])
     largest = 256 if rule.kind in _SUMS else 2.0**16 if is_layer else _GROWN
-    low, high = [1.0 if not is_constant and (1 / 4 < size < largest or size == 0) else size for size in sizes]
+    is_one = [not is_constant and (1 / 4 < size < largest or size == 0) for size in sizes]
+    low, high = [1.0 if one else min(size, 2.0**128) for size, one in zip(sizes, is_one, strict=True)]
     return low, high
 
 

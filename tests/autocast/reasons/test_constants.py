@@ -149,7 +149,11 @@ def test_a_chain_of_any_length_and_constant_is_planned(name, low):
                 h = CHAINS[name](h, c)
             return h @ w
 
+        def looped(w, fun=fun, c=constant):
+            return lax.scan(lambda h, _: (CHAINS[name](h, c), None), fun(w)[:, :8], None, 3)[0]
+
         assert jax.eval_shape(amp.autocast(fun, low), W).dtype == np.float32
+        assert jax.eval_shape(amp.autocast(looped, low), W).dtype == np.float32
 
 
 def test_a_gather_whose_fill_value_is_too_large_is_float32():
