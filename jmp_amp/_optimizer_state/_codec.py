@@ -226,7 +226,8 @@ def store(x: jax.Array, formats: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
         x: float32.
         formats: those that are tried first, which may be those of `pair`, too; they decide about blocks of zeros.
     """
-    formats = formats.astype(jnp.uint16)
+    # On a mesh of explicit axes, formats that were made without `x` are sharded as it is.
+    formats = formats.astype(jnp.uint16) | jnp.zeros_like(x.reshape(*formats.shape, -1)[..., 0], jnp.uint16)
     fitted = jnp.full_like(formats, _ANY)
     for _ in range(3):  # the first codes are coarse
         (fitted,) = next_formats([(encode(x, fitted, _NEAREST), fitted)])

@@ -579,6 +579,20 @@ def test_a_step_under_any_sharding_is_that_of_one_device(shape, spec, make, kind
         assert same_bits(state, run(alone, 2, plain, grads_of=lambda i: gradients(i, plain))[1])
 
 
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
+def test_float32_and_back_is_the_identity_on_explicit_axes(spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    tx = amp.low_precision_state(optax.lion(1e-2))
+    with jax.set_mesh(mesh):
+        params = jax.device_put({"w": jnp.ones((32, 384))}, NamedSharding(mesh, spec))
+        state = jax.jit(tx.init)(params)
+        _, state = jax.jit(tx.update)(params, state, params)
+        back = jax.jit(tx.init)(params).with_low_precision(state.with_float32())
+    assert same_bits(back.with_float32(), state.with_float32())
+    for x, y in zip(jax.tree.leaves(back.inner_state), jax.tree.leaves(state.inner_state), strict=True):
+        assert x.sharding == y.sharding
+
+
 WIDTH, HEADS = 128, 4
 SHAPES = {
     "query": (WIDTH, WIDTH),
