@@ -69,11 +69,6 @@ class Context(NamedTuple):
         return self.neighbours.values
 
     @property
-    def decision_key(self) -> tuple[Any, ...]:
-        """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, self.is_asked, self.leaves_range, self.demand, self.stream, self.neighbours
-
-    @property
     def is_float32(self) -> list[bool]:
         """Whether each operand was traced in float32."""
         return [jx.dtype_of(atom) == FLOAT32 for atom in self.info.eqn.invars]

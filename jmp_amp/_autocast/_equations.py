@@ -56,7 +56,7 @@ def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int
     scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
     for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
         made, read = [products[each] for each in of if each in products], [each for each in of if each is not None]
-        if rule.op_class is OpClass.LOWER and not is_backward(eqn):
+        if rule.op_class is OpClass.LOWER and not jx.versions.is_backward(eqn.source_info.name_stack):
             related[i] = Demand.HIDDEN
         if rule.is_product:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`
             products[eqn.outvars[0]] = i, of
@@ -85,11 +85,6 @@ def _relations(pairs: Pairs, sources: Sources) -> tuple[dict[int, int], dict[int
                 if unit is other:  # a function of a quotient by a unit, times the unit: `n * jnp.tanh((c @ x) / n)`
                     related[quotient] = Demand.RANGE
     return between, related
-
-
-def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation is part of a backward pass."""
-    return jx.versions.is_backward(eqn.source_info.name_stack)
 
 
 def _rounds(eqn: JaxprEqn, rule: Rule, rule_of: Callable[[JaxprEqn], Rule]) -> bool:
