@@ -295,11 +295,11 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         atoms, is_index = info.eqn.invars, [False] * len(operands)
         if demand & (Demand.RETURNED | Demand.LOSS):
             facts = zip(operands, atoms, strict=True)
-            counts = [known.is_whole or not jx.is_floating(x) or jx.shape_of(x) == () for known, x in facts]
-            is_index = [not (all(counts) or jx.is_floating(x)) for x in atoms]
+            counts = [known.is_whole or not jx.is_inexact(x) or jx.shape_of(x) == () for known, x in facts]
+            is_index = [not (all(counts) or jx.is_inexact(x)) for x in atoms]
             if all(counts):
                 of_all |= demand & Demand.OTHERS
-            elif rule.passes_on or rule.kind is ResultKind.TOTAL:
+            elif not rule.demand and (rule.passes_on or rule.kind is ResultKind.TOTAL):
                 of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
