@@ -17,7 +17,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast._equations import is_backward
 from jmp_amp._autocast._paths import InfosOf, Paths
 from jmp_amp._autocast._values import NOTHING, Moment, Squares, ValueFacts, constant, constants, facts_of
 from jmp_amp._formats import Format
@@ -274,7 +273,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if info.is_dead(outs):
             return [Demand.NONE] * len(operands)
         demands = super()._pass(info, *facts)
-        return [of & ~Demand.HIDDEN for of in demands] if info.structure and is_backward(info.eqn) else demands
+        is_backward = info.structure and jx.versions.is_backward(info.eqn.source_info.name_stack)
+        return [of & ~Demand.HIDDEN for of in demands] if is_backward else demands
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:
         """Marks the next values of accumulators and recurrences, but not of those that nothing reads."""
@@ -301,13 +301,15 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE):
             demand |= _cancels(rule, operands)
         of_all = _passed_on(info, demand) | info.related
-        floats = [
-            known for known, x in zip(operands, info.eqn.invars, strict=True) if jx.is_floating(x) and jx.shape_of(x)
-        ]
-        if counts := all(known.is_whole for known in floats):
-            of_all |= demand & Demand.OTHERS
-        elif demand & (Demand.RETURNED | Demand.LOSS) and (rule.passes_on or rule.kind is ResultKind.TOTAL):
-            of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
+        atoms, is_index = info.eqn.invars, [False] * len(operands)
+        if demand & (Demand.RETURNED | Demand.LOSS):
+            facts = zip(operands, atoms, strict=True)
+            counts = [known.is_whole or not jx.is_inexact(x) or jx.shape_of(x) == () for known, x in facts]
+            is_index = [not (all(counts) or jx.is_inexact(x)) for x in atoms]
+            if all(counts):
+                of_all |= demand & Demand.OTHERS
+            elif not rule.demand and (rule.passes_on or rule.kind is ResultKind.TOTAL):
+                of_all |= Demand.ANY if rule.bends else Demand.LOSS | demand & Demand.ANY
         if demand & Demand.EXACT and _is_elementwise(rule):
             # A comparison with a threshold is no index.
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
@@ -320,8 +322,8 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             each = [_of_logarithm(rule, operands, of) for of in each]
         if rule.kind is ResultKind.SELECTED and operands[0].scalar == 0:  # the other is for NaN
             each[2:] = [Demand.NONE] * len(each[2:])
-        is_index = [not (counts or jx.is_floating(x)) for x in info.eqn.invars]
-        each = [of | Demand.ANY if i or not of & ~_SAYS_LITTLE else of for of, i in zip(each, is_index, strict=True)]
+        reads = zip(each, is_index, strict=True)  # what is chosen by an index is computed with it
+        each = [of | Demand.ANY if is_read or not of & ~_SAYS_LITTLE else of for of, is_read in reads]
         moments = [known.moment for known in operands] if rule.kind is ResultKind.QUOTIENT and info.arrays[1:] else []
         if moments == [Moment.NO, Moment.PRODUCT]:  # `b / (k.T @ u)`
             each[1] |= Demand.RANGE
@@ -333,13 +335,13 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         is_of_carries = rule.is_product and all(known.carry & demand & Demand.RECURRENCE for known in operands[:2])
         if is_of_carries or _iterates(info, operands):  # for a matrix, such as its square root
             each = [of | Demand.MATRIX for of in each]
-        gate, marked = _gate(info, operands, demand), zip(each, [known.carry for known in operands], strict=True)
-        each = [of | carry & demand & Demand.RECURRENCE | (0 if carry & Demand.TERM else gate) for of, carry in marked]
+        gate, paths = _gate(info, operands, demand), zip(each, [known.carry for known in operands], strict=True)
+        each = [of | gate * (not carry & Demand.TERM) | carry & demand & Demand.RECURRENCE for of, carry in paths]
         if demand & Demand.ENDS_LOOP:
             # An integer depends on integers only: a decoder that stops at a token does not depend on the logits.
             deciding = [var for var, of in zip(info.eqn.outvars, outs, strict=True) if of & Demand.ENDS_LOOP]
             rounds = all(jnp.issubdtype(jx.dtype_of(var), np.integer) for var in deciding)
-            pairs = zip(each, info.eqn.invars, strict=True)
+            pairs = zip(each, atoms, strict=True)
             each = [of if rounds and jx.is_floating(atom) else of | Demand.ENDS_LOOP for of, atom in pairs]
         return each
 
@@ -483,13 +485,13 @@ def _cancels(rule: Rule, operands: Sequence[ValueFacts]) -> int:
 
 def _gate(info: EqnInfo, operands: Sequence[ValueFacts], demand: int) -> int:
     """Says that the operands of an op multiply an accumulator, or each other as in an associative scan, if they do."""
-    rule, of_gate = info.rule, demand & (Demand.GATE | Demand.MAKES_GATE)
+    rule, is_scan, of_gate = info.rule, info.multiplies_slices, demand & (Demand.GATE | Demand.MAKES_GATE)
     # `h = gate * h + x` with a gate of 0.998, which is 1 in bfloat16: `h` would not forget.
     if rule.scales and any(known.carry & Demand.TERM for known in operands):
         return Demand.GATE if demand & Demand.TERM else Demand.NONE
-    if info.multiplies_slices and any(known.multiplies_slices for known in operands):
+    if is_scan and any(known.multiplies_slices for known in operands):
         return Demand.GATE
-    if rule.moves or info.multiplies_slices:
+    if is_scan or not of_gate or rule.moves:
         return of_gate
     is_simple = len(info.operands) == 1 and (rule.arithmetic or rule.makes_gates)
-    return Demand.MAKES_GATE if of_gate and is_simple else Demand.NONE
+    return Demand.MAKES_GATE if is_simple else Demand.NONE

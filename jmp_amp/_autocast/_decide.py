@@ -71,11 +71,6 @@ class Context(NamedTuple):
         return self.neighbours.values
 
     @property
-    def decision_key(self) -> tuple[Any, ...]:
-        """All that the decision for a first-order op depends on, besides the op itself."""
-        return self.region.format, self.is_asked, self.leaves_range, self.demand, self.stream, self.neighbours
-
-    @property
     def is_input(self) -> tuple[bool, ...]:
         """Whether each operand is an input of the program, moved or not, so that it may be a weight."""
         return tuple([value.origin <= Origin.INPUT for value in self.neighbours.values])

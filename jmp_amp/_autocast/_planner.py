@@ -117,8 +117,9 @@ class Planner:
             return self._plan_higher_order(self, op)
         if op.info.token is None:
             return self._first_order(op)
-        # The same op of another layer gets the same decision.
-        step = self._steps(self, (op.info.token, *op.decision_key), lambda: self._first_order(op))
+        # The same op of another layer, with the same about it, gets the same decision.
+        key = op.info.token, op.region.format, op.is_asked, op.leaves_range, op.demand, op.stream, op.neighbours
+        step = self._steps(self, key, lambda: self._first_order(op))
         return step._replace(eqn=op.info.eqn, region=op.region)
 
     def _first_order(self, op: Context) -> Step:
@@ -234,8 +235,8 @@ class _PlanBuilder:
         is_asked = region.why in (IN_CODE, "pattern") or eqn.primitive.name in overrides.primitives
         inside: Sequence[Inside] = ()
         squared = [variable.demand & Demand.SQUARED for variable in self._operands[i]]
-        if rule.moves or rule.scales:  # `y.T` and `2 * x` are squared where `y` and `x` are
-            self._outs[i][0].demand |= joined(squared)
+        if Demand.SQUARED in squared and (rule.moves or rule.scales):  # so are `y.T` and `2 * x`
+            self._outs[i][0].demand |= Demand.SQUARED
         if info.structure is not None or rule.can_run_as_traced or demand & Demand.ENDS_LOOP:
             operands = self._planner.knowledge.of(self._facts, eqn.invars)
             operands = tuple([k._replace(is_squared=True) if x else k for k, x in zip(operands, squared, strict=True)])
