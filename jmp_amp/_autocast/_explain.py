@@ -171,10 +171,7 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
             yield from _steps(inner, *outer, step.eqn)
 
 
-Steps = Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]
-
-
-def _beginnings(planner: Planner, steps: Steps) -> Callable[[Sequence[JaxprEqn], str, np.dtype], str]:
+def _beginnings(planner: Planner, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]) -> Callable[..., str]:
     """Returns a function that names the op where the reason begins for which a product is float32.
 
     It follows what the product reads as long as a fact holds, or what reads its result, to what demands that, through

@@ -140,11 +140,10 @@ class ValueFacts(NamedTuple):
     def is_rounded(self, dtype: np.dtype, divides: bool) -> bool:
         """Whether it is one number, repeated or not, that `dtype` does not hold, as 287 in bfloat16.
 
-        For a divisor, XLA multiplies by its reciprocal in `dtype`: only those of powers of two are exact.
+        A divisor is held if its reciprocal is, by which XLA multiplies: in `h / 3` none is.
         """
-        is_power = math.frexp(self.size)[0] == 0.5
-        is_held = is_power if divides else self.size == float(np.float32(self.size).astype(dtype))
-        return self.is_constant and self.least == self.size and not is_held
+        number = 1 / self.size if divides and self.size else self.size
+        return self.is_constant and self.least == self.size and number != float(np.float32(number).astype(dtype))
 
 
 @functools.cache
