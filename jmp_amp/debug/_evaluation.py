@@ -189,6 +189,9 @@ class Evaluation:
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
+        if _communicates(eqn):
+            zeros = [jnp.zeros(jx.shape_of(x), jx.dtype_of(x)) for x in eqn.outvars]
+            return [lax.reshape(x, zero.shape) for x, zero in zip(operands, zeros, strict=True)] if operands else zeros
         if self.wide is None:
             return jx.apply_as_traced(eqn, operands)
         is_wide = self.region is None or self.region(place.eqns)
@@ -227,7 +230,7 @@ class _Observed(Evaluation):
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         match structure_of(place.eqn):
-            case jx.Loop() as loop if self.wide is None and is_long(loop) and place.key not in self.entered:
+            case jx.Loop() as loop if self.wide is None and is_long(loop, place) and place.key not in self.entered:
                 return self._apply(operands, place)
             case jx.Loop():
                 return self._noted(super()._visit(operands, place), place)
@@ -262,8 +265,10 @@ class _Observed(Evaluation):
         jax.debug.callback(observe, place.iteration, *waiting.values())
 
 
-def is_long(loop: jx.Loop) -> bool:
+def is_long(loop: jx.Loop, place: Place) -> bool:
     """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
+    if any(eqn.primitive.name == "shard_map" for eqn in place.eqns):  # its collectives run where it is entered
+        return False
     return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
 
 
@@ -509,23 +514,16 @@ def _where(predicate: Any, new: Any, old: Any) -> Any:
 
 
 def structure_of(eqn: JaxprEqn) -> jx.Structure | None:
-    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, as `vmap` of one element is."""
+    """Returns how an equation holds jaxprs. That of a `shard_map` over one device can be evaluated in its place."""
     structure = jx.structure_of(eqn)
-    if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size != 1:
-        return structure
-    jaxpr, avals = eqn.params["jaxpr"], [atom.aval for atom in eqn.invars]
-    run = functools.partial(jx.evaluate, jaxpr, apply=jx.apply_as_traced)
-
-    def of_one(*args: Any) -> list[Any]:
-        fun = lambda *args: run(args)  # noqa: E731
-        for name in eqn.params["mesh"].axis_names:
-            fun = jax.vmap(fun, None, None, axis_name=name, axis_size=1)
-        return fun(*args)
-
-    return jx.Call(_on_one(jx.open_jaxpr(jaxpr)[0], (), lambda: jx.trace(of_one, avals)), range(len(avals)))
+    is_on_one = eqn.primitive.name == "shard_map" and eqn.params["mesh"].size == 1
+    return structure._replace(is_inline=True) if is_on_one and isinstance(structure, jx.Call) else structure
 
 
-_on_one = jx.Cache()
+def _communicates(eqn: JaxprEqn) -> bool:
+    """Whether an op is a collective, or tells the index of a device: of one device, since others are not entered."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return any(isinstance(x, str) for x in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
