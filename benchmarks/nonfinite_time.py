@@ -1,4 +1,4 @@
-"""The CPU time of `amp.debug.first_nonfinite` on a train step of a Conformer that overflows, beside that of its compilation.
+"""The CPU time of `amp.debug.first_nonfinite` on a train step that overflows, beside that in which the step compiles.
 
 JAX_PLATFORMS=cpu python benchmarks/nonfinite_time.py [--layers 1]
 """
