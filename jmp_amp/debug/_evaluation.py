@@ -92,11 +92,12 @@ class Evaluation:
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
         structure, changes_ops = structure_of(place.eqn), self.wide is not None or self.around is not None
-        is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
+        is_one = place.eqn.primitive.name in self.as_one
+        is_changed = changes_ops and not is_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or changes_ops:
+                case jx.Call(jaxpr, inputs, True, rule) if (not rule or changes_ops) and not is_one:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
                 case jx.Branches(jaxprs, inputs) if is_changed:
                     return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
