@@ -220,7 +220,11 @@ class Emulation:
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * len(each)) for each in on]
-        options: dict[str, Any] = {"around": self._around, "as_one": {"while"}, "replayed": dict(decisions)}
+        options: dict[str, Any] = {
+            "around": self._around,
+            "as_one": {"while", "shard_map"},
+            "replayed": dict(decisions),
+        }
         self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, **options)
         loss, *grads = self._evaluation.run().results
         del self._switches

@@ -1,6 +1,6 @@
 """Evaluates a program: as it was traced, in a wider dtype, or with each op as a function evaluates it.
 
-`Evaluation` does so as a part of a program that JAX traces, `Interpretation` op by op.
+`Evaluation` does so as a part of a program that JAX traces. `Interpretation` runs that, and follows its values.
 """
 
 import contextlib
@@ -92,11 +92,12 @@ class Evaluation:
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
         structure, changes_ops = structure_of(place.eqn), self.wide is not None or self.around is not None
-        is_changed = changes_ops and place.eqn.primitive.name not in self.as_one
+        is_one = place.eqn.primitive.name in self.as_one
+        is_changed = changes_ops and not is_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
-                case jx.Call(jaxpr, inputs, True, rule) if not rule or changes_ops:
+                case jx.Call(jaxpr, inputs, True, rule) if (not rule or changes_ops) and not is_one:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
                 case jx.Branches(jaxprs, inputs) if is_changed:
                     return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
@@ -163,7 +164,7 @@ class Evaluation:
 
         def step(i: Any, carry: list[Any]) -> list[Any]:
             new, _ = self._run_body(loop.body, place.body(1, i), {}, *values[loop.consts], *carry)
-            if jx.open_jaxpr(loop.cond)[0].outvars[0].aval.shape:
+            if jx.shape_of(jx.open_jaxpr(loop.cond)[0].outvars[0]):
                 return [_where(goes_on(i, carry), x, y) for x, y in zip(new, carry, strict=True)]
             return [x.astype(y.dtype) for x, y in zip(new, carry, strict=True)]
 
@@ -189,6 +190,9 @@ class Evaluation:
     def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
+        if _communicates(eqn):
+            zeros = [jnp.zeros(jx.shape_of(x), jx.dtype_of(x)) for x in eqn.outvars]
+            return [lax.reshape(x, zero.shape) for x, zero in zip(operands, zeros, strict=True)] if operands else zeros
         if self.wide is None:
             return jx.apply_as_traced(eqn, operands)
         is_wide = self.region is None or self.region(place.eqns)
@@ -227,7 +231,7 @@ class _Observed(Evaluation):
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         match structure_of(place.eqn):
-            case jx.Loop() as loop if self.wide is None and is_long(loop) and place.key not in self.entered:
+            case jx.Loop() as loop if self.wide is None and is_long(loop, place) and place.key not in self.entered:
                 return self._apply(operands, place)
             case jx.Loop():
                 return self._noted(super()._visit(operands, place), place)
@@ -262,8 +266,10 @@ class _Observed(Evaluation):
         jax.debug.callback(observe, place.iteration, *waiting.values())
 
 
-def is_long(loop: jx.Loop) -> bool:
+def is_long(loop: jx.Loop, place: Place) -> bool:
     """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
+    if any(eqn.primitive.name == "shard_map" for eqn in place.eqns):  # its collectives run where it is entered
+        return False
     return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
 
 
@@ -275,6 +281,9 @@ class Interpretation(Evaluation):
         clock: is told of each op, and says when to stop.
         holds: the ids of the values to keep as `Node.held`.
         entered: the keys of the loops that are entered, although they are long.
+        suspects: the ids of ops and arguments, zeros in place of whose non-finite values may let others be finite.
+        allowed: how many of them, the first ones, are left as they are.
+        is_observed: whether its values are known, or its results alone.
         results: none if the program was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
         seen: the keys of the ops that were evaluated.
@@ -287,17 +296,33 @@ class Interpretation(Evaluation):
     clock: Clock = dataclasses.field(default_factory=Clock)
     holds: Collection[Id] = ()
     entered: frozenset[Id] = frozenset()
+    suspects: tuple[Id, ...] = ()
+    allowed: int = 0
+    is_observed: bool = True
     is_stopped: bool = dataclasses.field(init=False, default=False)
     seen: set[Id] = dataclasses.field(init=False, default_factory=set)
+    nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
+    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
     _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
     _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
     _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=dict)  # the iterations of each body
 
     def run(self) -> Self:
-        """Runs the program. In a wide dtype, its values are not known until they are asked for."""
-        self._execute(self.wide is None or bool(self.holds))
-        return self
+        """Runs the program, and follows its values."""
+        while True:
+            self._execute()
+            if not self.is_observed or self.loss_factor != 1:
+                return self
+            self.nodes, self.nonfinite = [], {}
+            with precise(self.wide):
+                args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
+                ends = self._run(self.program, args, Place())
+            self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
+            loops = {x.place.key for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop)}
+            if self.is_stopped or loops <= self.entered:
+                return self
+            self.entered |= loops
 
     def again(self, **changes: Any) -> Self:
         """Runs the program otherwise."""
@@ -318,36 +343,20 @@ class Interpretation(Evaluation):
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
-    @functools.cached_property
-    def nodes(self) -> list[Node]:
-        if self.wide is not None and not self._summaries:
-            self._execute(True)
-        self.nodes, self.nonfinite = list[Node](), dict[Id, Node]()
-        with precise(self.wide):
-            args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
-            ends = self._run(self.program, args, Place())
-        self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
-        loops = (x.place for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop))
-        if (entered := self.entered.union(x.key for x in loops)) != self.entered and not self.is_stopped:
-            self.entered = entered
-            self._execute(True)
-            del self.nodes
-        return self.nodes
-
-    @functools.cached_property
-    def nonfinite(self) -> dict[Id, Node]:
-        return self.nodes and self.nonfinite  # which are found together
-
-    def _execute(self, is_observed: bool) -> None:
+    def _execute(self) -> None:
         """Compiles the program, unless another run has done so, and runs it."""
-        key, compiled = (self.wide, self.region, self.entered, is_observed), self._compiled
+        key, compiled = (self.wide, self.region, self.suspects, self.entered, self.is_observed), self._compiled
+        blocked = self.suspects[self.allowed :]
+        arrays = [_zero_nonfinite(x) if argument_id(i) in blocked else x for i, x in enumerate(self.arrays)]
         compiled["observe"] = self._observe
         try:
             if key not in compiled:
-                compiled[key] = functools.cache(self._lowered(is_observed).compile)
+                compiled[key] = functools.cache(self._lowered().compile)
 
             def ends() -> list[Any]:
-                results = jax.block_until_ready(compiled[key]()(self.arrays, np.float32(self.loss_factor)))
+                results = jax.block_until_ready(
+                    compiled[key]()(arrays, np.float32(self.loss_factor), np.int32(self.allowed))
+                )
                 jax.effects_barrier()
                 return results
 
@@ -358,18 +367,28 @@ class Interpretation(Evaluation):
                 raise
         self.results = [] if self.is_stopped else [Cell(x, Node(summary_of(x))) for x in results]
 
-    def _lowered(self, is_observed: bool) -> Any:
+    def _lowered(self) -> Any:
         """Traces the program."""
+        allowed: Any = 0
 
         def timed(place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
             self.clock.show("the program is traced as a whole")
             if self.clock.is_late:
                 raise TimeoutError
-            return compute(operands)
+            n, outs = len(place.key), compute(operands)
+            found = [k for k, x in enumerate(self.suspects) if x[:n] == place.key and len(x) == len(place.id)]
+            is_here = [jnp.all(jnp.array(self.suspects[k][n:]) == jnp.array(place.iteration)) for k in found]
+            for k, here in zip(found, is_here, strict=True):
+                outs = [
+                    jnp.where(here & (k >= allowed), _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in outs
+                ]
+            return outs
 
-        def run(arrays: Any, loss_factor: Any) -> list[Any]:
+        def run(arrays: Any, loss_factor: Any, n_allowed: Any) -> list[Any]:
+            nonlocal allowed
+            allowed = n_allowed
             options: dict[str, Any] = {"region": self.region, "around": timed, "loss_factor": loss_factor}
-            if not is_observed:
+            if not self.is_observed:
                 return Evaluation(self.program, arrays, self.wide, **options).run().results
             observe = lambda *args: self._compiled["observe"](*args)  # noqa: E731  # of the run that is next
             options |= {"observe": observe, "entered": self.entered}
@@ -377,7 +396,7 @@ class Interpretation(Evaluation):
 
         with precise(self.wide), np.errstate(over="ignore"):  # of constants
             compiler_options = _OP_BY_OP if self.wide is None else QUICK
-            return jax.jit(run, compiler_options=compiler_options).lower(self.arrays, np.float32(1))
+            return jax.jit(run, compiler_options=compiler_options).lower(self.arrays, np.float32(1), np.int32(0))
 
     def _observe(self, names: Sequence[Any], body: Id | None, iteration: Sequence[Any], *values: Any) -> None:
         """Is told of values, on the host."""
@@ -496,28 +515,25 @@ def _where(predicate: Any, new: Any, old: Any) -> Any:
 
 
 def structure_of(eqn: JaxprEqn) -> jx.Structure | None:
-    """Returns how an equation holds jaxprs. A `shard_map` over one device is a call, as `vmap` of one element is."""
+    """Returns how an equation holds jaxprs. That of a `shard_map` over one device can be evaluated in its place."""
     structure = jx.structure_of(eqn)
-    if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size != 1:
-        return structure
-    jaxpr, avals = eqn.params["jaxpr"], [atom.aval for atom in eqn.invars]
-    run = functools.partial(jx.evaluate, jaxpr, apply=jx.apply_as_traced)
-
-    def of_one(*args: Any) -> list[Any]:
-        fun = lambda *args: run(args)  # noqa: E731
-        for name in eqn.params["mesh"].axis_names:
-            fun = jax.vmap(fun, None, None, axis_name=name, axis_size=1)
-        return fun(*args)
-
-    return jx.Call(_on_one(jx.open_jaxpr(jaxpr)[0], (), lambda: jx.trace(of_one, avals)), range(len(avals)))
+    is_on_one = eqn.primitive.name == "shard_map" and eqn.params["mesh"].size == 1
+    return structure._replace(is_inline=True) if is_on_one and isinstance(structure, jx.Call) else structure
 
 
-_on_one = jx.Cache()
+def _communicates(eqn: JaxprEqn) -> bool:
+    """Whether an op is a collective, or tells the index of a device: of one device, since others are not entered."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return any(isinstance(x, str) for x in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 def applies_loss_scale(eqn: JaxprEqn) -> bool:
     """Whether an equation multiplies the loss, or the cotangent of the loss, by the scale of `amp.value_and_grad`."""
     return eqn.primitive.name == "mul" and LOSS_SCALE in jx.marks_in(eqn.source_info.name_stack)
+
+
+def _zero_nonfinite(x: Any) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 @contextlib.contextmanager

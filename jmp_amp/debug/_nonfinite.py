@@ -30,13 +30,14 @@ _CODE = re.compile(r"`[^`]*`")
 
 @transformation
 def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..., NonFinite | None]":
-    """Returns a function that evaluates `fun` op by op and reports the op that made its results non-finite.
+    """Returns a function that evaluates `fun` and reports the op that made its results non-finite.
 
-    Use it on the arguments of a step that failed, not in every step: it runs on the host, one op at a time. Pass the
+    Use it on the arguments of a step that failed, not in every step: the host reads the results of each op. Pass the
     function that you train: `amp.autocast(loss_fn)` or, to include the backward pass,
     `amp.value_and_grad(amp.autocast(loss_fn), loss_scale=scale)` with the current scale. The evaluation enters calls,
-    branches and `jax.checkpoint`, and loops iteration by iteration; a loop of more than 20,000 ops is entered if its
-    results are non-finite. Kernels and `shard_map` count as one op.
+    branches and `jax.checkpoint`, and loops iteration by iteration; a loop of more than 20,000 ops, and a `while_loop`,
+    is entered if its results are non-finite. Kernels count as one op, and so does a `shard_map` or `jax.pmap` over
+    several devices; of its operands, five are reported, non-finite ones first.
 
     The reported op is the first, in program order, that computes non-finite values from finite operands, if these
     values reach a result. Infinities from constants, -inf in arguments (a mask), and infinities that `jnp.where` or an
@@ -44,8 +45,8 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     op that turned it into NaN, such as the softmax of a fully masked row. Other non-finite arguments are reported
     like ops that precede all others. To choose among several candidates, it evaluates `fun` again without some of them.
 
-    A program of more than 100 different ops is compiled as a whole first. If nothing overflows there, that is the
-    answer, and nothing is evaluated op by op. After half of `max_seconds` this is given up, and ops are evaluated.
+    The program is compiled as a whole, with each op on its own, in about the time in which the step is compiled. What
+    is said of float32 takes a second compilation, and so do lines in float32.
 
     If all results are finite, but an op overflowed and a later op hides that, as a division by the infinity does, the
     program is evaluated in float64, too. If the results differ, or the time is over before that is known, the op is
@@ -198,7 +199,7 @@ def _wrapped(text: str) -> str:
 def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
     if evaluation.run().is_stopped:
-        node = next(iter(evaluation.nonfinite.values()), None) if evaluation.seen else None
+        node = next(iter(evaluation.nonfinite.values()), None)
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
         return _hidden(evaluation)
@@ -277,11 +278,12 @@ def _differ(x: Any, exact: Any) -> bool:
 def _cause(evaluation: Interpretation) -> Id | None:
     """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
     arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
-    nonfinite = evaluation.nonfinite  # after which the results have causes
     reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *nonfinite) if cause in reaches_result]
+    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
     if candidates:
-        return candidates[0]
+        suspects = tuple(candidates)
+        is_harmful = lambda n: not evaluation.again(suspects=suspects, allowed=n, is_observed=False).is_finite  # noqa: E731
+        return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
     # All infinities were considered intended, so one of them is the cause.
     return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
 
@@ -373,12 +375,13 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
         lines = waiting.pop(0)
         numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
         region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-        run = evaluation.again(wide=FLOAT32, region=region)
+        run = evaluation.again(wide=FLOAT32, region=region, is_observed=False)
         arrays = [np.asarray(x.value) for x in run.results if x.node.is_floating]
         if (error := _error(arrays, exact)) < 0.1:
             text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
             cure = f"compute {' and '.join(lines)} in float32: {text}"
             return found | {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
+        run = run.again(is_observed=not run.is_stopped)
         others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
         if run.is_stopped:
             found["left_out"] = "lines in float32: the time was over"
@@ -403,10 +406,11 @@ def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, st
     constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
     if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
         return None, "", []  # the constant of the code is not known
-    wide = evaluation.again(wide=FLOAT32)
+    wide = evaluation.again(wide=FLOAT32, is_observed=False)
     if wide.is_finite:
         results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
         return True, "in float32 all results are finite: precision is the cause", results
+    wide = wide.again(is_observed=True)
     other = wide.nonfinite.get(_cause(wide) or ())
     if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
         return None, "", []

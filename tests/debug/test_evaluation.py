@@ -84,6 +84,47 @@ def test_shard_map_counts_as_one_op_and_vmap_in_its_place_is_entered():
     assert "full_precision" in found.cure
 
 
+@pytest.mark.parametrize("wrap", [jax.pmap, jax.vmap])
+def test_a_map_over_one_device_is_entered_as_vmap_is(wrap):
+    def fun(x, w):
+        return lax.pmean(jnp.sum((x @ w).astype(jnp.float16) * 60000), "rows")  # planted: one device
+
+    found = first_nonfinite(wrap(fun, axis_name="rows"))(X[None], W[None])
+    assert f"test_evaluation.py:{line_of('one device')} " in found.source
+    assert found.primitive == "mul"
+    assert "`dot_general` of" in found.cause or "beyond float16" in found.cause
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_shard_map_over_one_device_is_entered(check_vma):
+    def fun(x, w):
+        total = lax.pmean(jnp.sum(lax.psum(x @ w, "rows")), "columns")
+        return lax.scan(lambda c, _: (c * 1e20, None), total, None, 5)[0]  # planted: shards
+
+    mesh = jax.make_mesh((1, 1), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = first_nonfinite(
+        jax.shard_map(fun, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P(), check_vma=check_vma)
+    )
+    found = found(X, W)
+    assert f"test_evaluation.py:{line_of('shards')} " in found.source
+    assert (found.primitive, found.iteration) == ("mul", (1,))
+
+
+def test_of_a_map_over_several_devices_five_operands_are_shown():
+    def fun(*args):
+        return jnp.exp(sum(map(jnp.sum, args)))  # planted: several devices
+
+    found = first_nonfinite(jax.pmap(fun))(*[X.reshape(2, 4, 4)] * 6, np.full((2, 1), 1e3, np.float32))
+    assert found.primitive == "shard_map"
+    assert f"test_evaluation.py:{line_of('several devices')} " in found.source
+    assert len(found.operands) == 5
+
+
+def line_of(name):
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, text in enumerate(lines, 1) if text.endswith(f"# planted: {name}"))
+
+
 def test_what_a_shard_map_returns_is_followed_to_the_op_that_reads_it():
     found = first_nonfinite(lambda x: 1 / shard_map(lambda x: x - x, P("rows"), P("rows"))(x))(X)
     assert found.primitive == "div"
