@@ -428,7 +428,12 @@ _REASONS = {
     "loop": (Demand.NONE, "it decides when a loop ends"),
 }
 WHY_AS_TRACED = {reason: words for reason, (_, words) in _REASONS.items()}
-DEMAND_OF = {reason: way for reason, (way, _) in _REASONS.items()} | {"rank": Demand.RANK, "code": Demand.CODE}
+DEMAND_OF = {reason: way for reason, (way, _) in _REASONS.items()} | {
+    "distance": Demand.DISTANCE | Demand.SQUARES,
+    "logarithm": Demand.RANGE | Demand.LOG,
+    "rank": Demand.RANK | Demand.METRIC,
+    "code": Demand.CODE,
+}
 
 
 def joined(several: Sequence[int]) -> int:
