@@ -61,7 +61,7 @@ def explain(
         ...     print(row.primitive, row.op_class, row.why, row.inputs, row.compute, row.output)
         dot_general lower rule ('float32', 'float32') float16 float16
         broadcast_in_dim follow rule ('float32',) float32 float32
-        add promote readers ('float16', 'float32') float32 float32
+        add promote rule ('float16', 'float32') float32 float32
         exp full rule ('float32',) float32 float32
         >>> report.summary()["matmul_flops"]
         {'float16': 1.0}
