@@ -114,7 +114,8 @@ def test_float8_trains_in_the_layers_alone(example, tmp_path, monkeypatch):
     assert list(runs) == ["float32", "mixed_bfloat16", "float8"]
     losses = {name: column(rows, "loss") for name, rows in runs.items()}
     assert (losses["float8"] != losses["mixed_bfloat16"]).all()  # not bfloat16 under another name
-    assert losses["float8"][-1] == pytest.approx(losses["float32"][-1], rel=0.02)
+    # A single batch of 128 tokens differs by 2% at a learning rate that differs by 1%.
+    assert losses["float8"][-10:].mean() == pytest.approx(losses["float32"][-10:].mean(), rel=0.01)
     assert column(runs["float8"], "loss_scale").tolist() == [1] * 30
 
 
