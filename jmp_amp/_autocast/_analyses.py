@@ -273,7 +273,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         if info.is_dead(outs):
             return [Demand.NONE] * len(operands)
         demands = super()._pass(info, *facts)
-        is_backward = info.structure and jx.versions.is_backward(info.eqn.source_info.name_stack)
+        is_backward = info.structure and jx.is_backward(info.eqn.source_info.name_stack)
         return [of & ~Demand.HIDDEN for of in demands] if is_backward else demands
 
     def enter_loop(self, loop: jx.Loop, inputs: Sequence[ValueFacts], outs: Sequence[int]) -> Sequence[int]:

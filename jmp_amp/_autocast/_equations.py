@@ -57,7 +57,7 @@ def _relations(pairs: Pairs, sources: Sources, rounding: Sequence[JaxprEqn]) -> 
     scaled, quotients = dict[Any, Var](), dict[Any, tuple[int, Var]]()  # what each was before it was scaled
     for i, ((eqn, rule), of) in enumerate(zip(pairs, sources, strict=True)):
         made, read = [products[each] for each in of if each in products], [each for each in of if each is not None]
-        if rule.op_class is OpClass.LOWER and not jx.versions.is_backward(eqn.source_info.name_stack):
+        if rule.op_class is OpClass.LOWER and not jx.is_backward(eqn.source_info.name_stack):
             related[i] = Demand.HIDDEN
         if rule.is_product and None not in of:  # `(A @ P) @ A.T`, and `A @ (P @ A.T)`; `A @ jnp.ones(n)` is a sum
             products[eqn.outvars[0]] = i, of
