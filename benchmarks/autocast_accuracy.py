@@ -14,7 +14,7 @@ import numpy as np
 from accuracy_models import CASES
 from jax import lax
 from report import arguments, head, report, row
-from shares import shares
+from shares import TITLE, shares
 
 import jmp_amp as amp
 
@@ -182,7 +182,7 @@ def main():
     seeds = options.sets * SEEDS
     by = f"{seeds} seeds with JAX {jax.__version__} on {cpu.features()}, by `benchmarks/autocast_accuracy.py`."
     errors = table({name: case for name, case in CASES.items() if options.only in name}, options.sets)
-    lines = itertools.chain(errors, [NOTES.rstrip()], shares(options.only), products())
+    lines = itertools.chain(errors, [NOTES.rstrip(), f"\n{TITLE}\n"], shares(options.only), products())
     report("Accuracy", f"{WHY}\n\n{by}", lines, "", options.out)
 
 

@@ -10,6 +10,7 @@ Trains the examples, in half an hour on two CPU cores, half of it for float8; ne
 
 import csv
 import importlib
+import itertools
 import os
 import pathlib
 import platform
@@ -21,7 +22,7 @@ from unittest import mock
 import cpu  # first: it sets a flag of XLA
 import jax
 import jax.numpy as jnp
-from report import arguments, head, report
+from report import arguments, head, report, report_section
 
 import jmp_amp as amp
 
@@ -207,20 +208,6 @@ def table(steps, seeds):
     yield from recovery(steps)
 
 
-def add_section(name, by, steps, seeds, out):
-    """Writes a section of the page in place of the one that is there, or at its end."""
-    lines = ["", by, ""]
-    print(f"\n## {TITLES[name]}", *lines, sep="\n")
-    for line in gpt(name, steps, seeds):
-        print(line, flush=True)
-        lines.append(line)
-    if out:
-        top, *parts = out.read_text().split("\n## ")
-        sections = dict(part.split("\n", 1) for part in parts)
-        sections[TITLES[name]] = "\n".join([*lines, GPT_NOTES[name]])
-        out.write_text("\n".join([top, *(f"## {title}\n{body}" for title, body in sections.items())]))
-
-
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, help=f"default: 120, and {GPT_SIZES['steps']} for float8 and the stream")
@@ -235,7 +222,8 @@ def main():
     if not options.only:
         report("Convergence", f"{WHY}\n\n{by}", table(options.steps or 120, options.seeds), NOTES, options.out)
     for section in [options.only] if options.only else GPT_RUNS:
-        add_section(section, by, options.steps, options.seeds, options.out)
+        lines = itertools.chain([by, ""], gpt(section, options.steps, options.seeds), [GPT_NOTES[section]])
+        report_section(f"## {TITLES[section]}", lines, options.out)
 
 
 if __name__ == "__main__":

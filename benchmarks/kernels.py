@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import models
 import optax
-from report import arguments, head, row
+from report import arguments, head, report_section, row
 from trees import TREES, Shape
 
 import jmp_amp as amp
@@ -103,14 +103,7 @@ def compiled(only):
 
 def main():
     options = arguments(__doc__, "the trees and models in whose names this regular expression is found").parse_args()
-    lines = []
-    for line in compiled(options.only):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        page = options.out.read_text()
-        start, end = re.search(r"^## Compiled for an H200\n\n(.*?)\n*(?=^## )", page, re.M | re.S).span(1)
-        options.out.write_text(page[:start] + "\n".join(lines) + page[end:])
+    report_section("## Compiled for an H200", compiled(options.only), options.out)
 
 
 if __name__ == "__main__":

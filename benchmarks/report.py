@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import re
 
 
 def arguments(doc, only=None):
@@ -33,3 +34,16 @@ def report(title, head, table, notes, out):
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("\n".join([f"# {title}", "", *lines, notes]))
+
+
+def report_section(heading, lines, out):
+    """Prints the lines of a section as they come; with `out`, puts them into its page: in its place, or at the end."""
+    section = [heading, ""]
+    print("", *section, sep="\n")
+    for line in lines:
+        print(line, flush=True)
+        section.append(line)
+    if out:
+        top, *others = re.split(r"\n(?=## )", out.read_text())
+        sections = {each.partition("\n")[0]: each for each in others} | {heading: "\n".join(section)}
+        out.write_text("\n\n".join([each.rstrip() for each in (top, *sections.values())]) + "\n")

@@ -7,15 +7,13 @@ section of the page, which `tests/benchmarks/test_accuracy.py` compares: a reaso
 not lower a share.
 """
 
-import pathlib
-
 import accuracy_models
 import jax
 import jax.numpy as jnp
 import models
 import numpy as np
 from jax import lax
-from report import arguments, head, row
+from report import arguments, head, report_section, row
 
 import jmp_amp as amp
 
@@ -205,9 +203,7 @@ def share(loss_fn, args, dtype):
 
 
 TITLE = "## How much is in 16 bits"
-WHY = f"""
-{TITLE}
-
+WHY = """\
 A reason for which a product is float32 costs speed, so it must not spread. These are the shares of the FLOPs of
 products in 16 bits, both passes included, as [`explain`](../explain.md) says, with the reasons of the others. A test
 compares them: none may fall. By `benchmarks/shares.py`; a share does not depend on the machine.
@@ -232,19 +228,7 @@ def shares(only=""):
 
 def main():
     options = arguments(__doc__, "the models whose name contains this").parse_args()
-    lines = []
-    for line in shares(options.only):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out:
-        write(options.out, "\n".join(lines))
-
-
-def write(page: pathlib.Path, section):
-    """Replaces the section of a page."""
-    before, _, after = page.read_text().partition(f"{TITLE}\n")
-    following = after.find("\n## ")
-    page.write_text(f"{before.rstrip()}\n{section}\n{after[following:] if following >= 0 else ''}")
+    report_section(TITLE, shares(options.only), options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from accuracy_models import CASES
 from autocast_accuracy import LOW_STREAM, SEEDS, STREAMS, measure, medians
-from shares import DTYPES, TITLE, cases, share, write
+from report import report_section
+from shares import DTYPES, TITLE, cases, share
 
 pytestmark = pytest.mark.usefixtures("users_code")
 
@@ -77,6 +78,6 @@ def test_no_share_of_products_in_16_bits_falls(name):
 def test_writing_the_section_leaves_the_others(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\nfirst\n{TITLE}\n\nold\n\n## Other\n\nlast\n")
-    write(page, f"\n{TITLE}\n\nnew")
-    write(page, f"\n{TITLE}\n\nnewer")
+    report_section(TITLE, ["new"], page)
+    report_section(TITLE, ["newer"], page)
     assert page.read_text() == f"# Page\n\nfirst\n\n{TITLE}\n\nnewer\n\n## Other\n\nlast\n"
