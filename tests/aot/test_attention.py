@@ -28,10 +28,20 @@ def test_an_unchanged_model_compiles_to_the_program_of_a_model_that_calls_the_ke
 
 
 @pytest.mark.slow  # compiles GPT-2 small twice
-@pytest.mark.parametrize(("scan", "memory"), [(False, 0.50), (True, 0.51)])
+# Scanned, most of the memory are the logits and their gradient, which is not written over padded logits.
+@pytest.mark.parametrize(("scan", "memory"), [(False, 0.51), (True, 0.56)])
 def test_gpt_2_moves_half_of_the_bytes_and_needs_half_of_the_memory(scan, memory, cudnn):
     case = functools.partial(models.gpt_case, scan=scan)
     with_kernel, _ = cost(case, attention="cudnn")
     as_written, _ = cost(case)
     assert with_kernel["bytes_moved"] <= 0.55 * as_written["bytes_moved"]
     assert with_kernel["temp_bytes"] <= memory * as_written["temp_bytes"]
+
+
+@pytest.mark.slow  # compiles GPT-2 small twice
+def test_the_gradient_of_logits_needs_memory_of_its_own_only_if_they_are_padded(cudnn):
+    padded, aligned = (
+        cost(functools.partial(models.gpt_case, scan=True, vocab=vocab), attention="cudnn")[0]["temp_bytes"]
+        for vocab in (50257, 50304)
+    )
+    assert 0.8 * 8 * 1024 * 50304 * 2 < padded - aligned < 8 * 1024 * 50304 * 2
