@@ -89,4 +89,4 @@ def test_a_plan_for_many_gpus_needs_none(capsys):
 def test_all_parameters_of_an_8b_model_train_on_one_80_gb_gpu(capsys):
     found = finetune_8b.main(["--config", "llama3_8b", "--plan", "H100"])
     # 2 GB of it is the float32 sum of the gradient of the output weights, which the loop of the loss reads in 16 bits.
-    assert 60e9 < found["plan"] < 74e9
+    assert 60e9 < found["plan"] < 77e9  # 73.4 GB with JAX 0.12, 76.3 GB with JAX 0.10.2
