@@ -19,7 +19,7 @@ from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
 from jmp_amp._autocast._rewrites import Float8Product, why_not_float8
-from jmp_amp._autocast._values import Origin, Value, constant
+from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32
 from jmp_amp._modules import unbound
@@ -135,7 +135,7 @@ def explain_call(
     whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole))
-    beginning = _beginnings(planner, steps)
+    beginning = _beginnings(planner, whole, steps)
     forward = [
         _forward_site(planner, plan, step, eqns, beginning)
         for plan, step, eqns in steps
@@ -171,14 +171,16 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
             yield from _steps(inner, *outer, step.eqn)
 
 
-def _beginnings(planner: Planner, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]) -> Callable[..., str]:
+def _beginnings(
+    planner: Planner, whole: Plan, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]
+) -> Callable[..., str]:
     """Returns a function that names the op where the reason begins for which a product is float32.
 
     It follows what the product reads as long as a fact holds, or what reads its result, to what demands that, through
     calls, branches and loops. The name is empty if there is no other op.
     """
     made, read = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
-    values, demands = dict[Var, Value](), dict[Var, int]()
+    values, demands = {**whole.values}, {**whole.demands}
 
     def link(op: Sequence[JaxprEqn], ins: Sequence[Any], outs: Sequence[Any]) -> None:
         ins = [x for x in ins if isinstance(x, Var)]
@@ -186,14 +188,14 @@ def _beginnings(planner: Planner, steps: Sequence[tuple[Plan, Step, Sequence[Jax
             for var in variables:
                 edges[var].append((op, others))
 
-    for plan, step, eqns in steps:
-        values |= plan.values
-        demands |= plan.demands
+    for _, step, eqns in steps:
         atoms, results, structure = step.eqn.invars, step.eqn.outvars, cast(Any, jx.structure_of(step.eqn))
         if not step.inner:
             link(eqns, atoms, results)
         for (_, places), inner in zip(jx.entries(structure) if step.inner else (), step.inner, strict=True):
             ins, outs = inner.signature.invars, inner.signature.outvars
+            values |= inner.values
+            demands |= inner.demands
             carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
             same = *zip([atoms[i] for i in places], ins, strict=True), *zip(outs, results, strict=False)
             for a, b in (*same, *zip(outs, carried, strict=False)):

@@ -120,11 +120,14 @@ class Evaluation:
         def completed(jaxpr: Any, out: Any, *args: Any) -> tuple[Any, dict[Any, Any]]:
             arrays = jax.core.eval_jaxpr(*jx.open_jaxpr(jaxpr), *args)
             outs, recorded = jax.tree.unflatten(jax.tree.structure(out), arrays)
+            outs = [widened(x, self.wide) if is_wide else x for x, is_wide in zip(outs, are_wide, strict=True)]
             return outs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | recorded
 
         bodies = [functools.partial(self._run_body, x, place.body(k), self.replayed) for k, x in enumerate(jaxprs)]
         programs = [jax.make_jaxpr(body, return_shape=True)(*args) for body in bodies]
         shapes = {key: x for _, (_, recorded) in programs for key, x in recorded.items()}
+        results = zip(*[outs for _, (outs, _) in programs], strict=True)
+        are_wide = [len({x.dtype for x in each}) > 1 for each in results]  # a region may hold one branch
         branches = [functools.partial(completed, *each) for each in programs]
         if platforms := place.eqn.params.get("branches_platforms"):  # of `lax.platform_dependent`; None for all others
             named = zip(platforms, branches, strict=True)

@@ -178,3 +178,14 @@ def test_a_body_in_a_body_is_traced_once(nested):
     program = jax.make_jaxpr(lambda x: nested(depth, x))(jnp.float32(1))
     np.testing.assert_allclose(jax.jit(evaluated)(1.0), nested(depth, jnp.float32(1)), rtol=1e-6)
     assert len(sines) == len(set(sines)) == depth + 1
+
+
+def test_branches_return_one_dtype_though_a_region_holds_one_of_them():
+    def fun(x):
+        return lax.cond(x[0] > 0, jnp.exp, jnp.negative, x)
+
+    program = jax.make_jaxpr(fun)(jnp.ones(3, jnp.float16))
+    region = lambda eqns: eqns[-1].primitive.name == "exp"  # noqa: E731
+    run = jax.jit(lambda x: Evaluation(program, [x], wide=FLOAT32, region=region).run().results[0])
+    for x in (jnp.full(3, 12.0, jnp.float16), jnp.full(3, -2.0, jnp.float16)):  # exp(12) is beyond float16
+        np.testing.assert_allclose(run(x), fun(x.astype(np.float32)), rtol=1e-6)

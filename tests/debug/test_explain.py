@@ -540,6 +540,12 @@ BEGINNINGS = {
         "eigh",
         "eigh",
     ),
+    "behind a branch that does nothing": (
+        lambda w, x: lax.cond(x[0, 0] > 0, jnp.negative, lambda x: x, whitened(x)) @ w,
+        "solution",
+        "eigh",
+        "eigh",
+    ),
     "a mask in a call": (lambda w, x: masked(x) @ w, "constant", "select_n", "mask"),
     "numbers in a row": (lambda w, x: scaled(x)[::-1] @ w, "constant", "mul", "scale"),
     "a logarithm": (lambda w, x: entropy(jax.nn.sigmoid(x) @ jax.nn.sigmoid(w)), "logarithm", "log", "logarithm"),
