@@ -47,7 +47,7 @@ class Element(NamedTuple):
     @property
     def number(self) -> Any:
         """The number that is there; None if it is not known."""
-        held = self.node.held
+        held = self.node.value
         is_array = isinstance(getattr(held, "dtype", None), np.dtype) and np.ndim(held) == len(self.at)
         return np.asarray(held)[self.at].item() if is_array else None
 
@@ -72,11 +72,11 @@ def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
     if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
-    if node.primitive in ("gather", "dynamic_slice") and node.summary.nans and node.operands[1].held is not None:
-        indices = np.asarray(node.operands[1].held)
+    if node.primitive in ("gather", "dynamic_slice") and node.summary.nans and node.operands[1].value is not None:
+        indices = np.asarray(node.operands[1].value)
         text = f"indices are from {indices.min()} to {indices.max()}, the array is {[*node.operands[0].summary.shape]}"
         return Cause("an-index-out-of-range", f"an index is out of range: {text}")
-    array = np.asarray(node.held, np.complex128) if node.held is not None else np.zeros(0)
+    array = np.asarray(node.value, np.complex128) if node.value is not None else np.zeros(0)
     is_of_infinities = any(x.summary.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
@@ -123,7 +123,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         if not same:
             break
         e = max(same, key=lambda x: abs(x.number)) if np.isfinite(e.number) else same[0]
-        dtype = getattr(e.node.held, "dtype", np.dtype(bool))
+        dtype = getattr(e.node.value, "dtype", np.dtype(bool))
         exact = _exact(e) if jnp.issubdtype(dtype, jnp.integer) else None
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
             text = f"is {exact:.4g}, more than {dtype} holds, and wraps around"
@@ -186,13 +186,13 @@ def _operands(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
     node, index = e.node, e.at
     if node.source:
-        slices = node.place.iteration[-1:] if np.ndim(node.source.held) > len(index) else ()
+        slices = node.place.iteration[-1:] if np.ndim(node.source.value) > len(index) else ()
         return [Element(node.source, (*slices, *index))]
     if node.eqn is None and node.operands:  # the results of iterations are stacked
         return [Element(node.operands[index[0]], index[1:])]
     if not _is_known(node):
         return []
-    rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
+    rule, shape, arrays = rule_of(node.eqn), np.shape(node.value), [np.shape(x.value) for x in node.operands]
     is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
     is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
@@ -244,7 +244,7 @@ def _needs(e: Element, nodes: Collection[Node]) -> bool:
 
 def _wide(node: Node) -> list[np.ndarray]:
     """Returns the operands of an op, with floats in float64, and the integers that an integer is made of, too."""
-    arrays, dtype = [np.asarray(x.held) for x in node.operands], node.held.dtype
+    arrays, dtype = [np.asarray(x.value) for x in node.operands], node.value.dtype
     made_of = arrays[:1] if rule_of(node.eqn).moves else arrays  # but no index
     ints = [x for x in made_of if x.dtype == dtype and dtype.kind in "iu"]
     is_wide = [jnp.issubdtype(x.dtype, jnp.floating) or any(x is y for y in ints) for x in arrays]
@@ -255,18 +255,18 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, operands)]
-        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.held.dtype)
+        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.value.dtype)
     return outs and outs[node.index[0]]
 
 
 def _is_known(node: Node) -> bool:
     """Whether an op computed a value, and its array and those of the operands are held; keys are no arrays."""
-    held = [x.held for x in (*node.operands, node)]
+    held = [x.value for x in (*node.operands, node)]
     return node.eqn is not None and all(isinstance(getattr(x, "dtype", None), np.dtype) for x in held)
 
 
 def _of_matrix(e: Element) -> str:
-    matrix = np.asarray(e.node.operands[0].held, np.float64)
+    matrix = np.asarray(e.node.operands[0].value, np.float64)
     matrix, is_triangular = matrix[e.at[: max(matrix.ndim - 2, 0)]], e.node.primitive == "triangular_solve"
     if not np.isfinite(matrix).all() or matrix.ndim < 2 or matrix.shape[0] != matrix.shape[1]:
         return f"the matrix that `{e.node.primitive}` reads is not finite, or not square"

@@ -198,7 +198,8 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
-    if evaluation.run().is_stopped:
+    evaluation = evaluation.run()
+    if evaluation.is_stopped:
         node = next(iter(evaluation.nonfinite.values()), None)
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
@@ -222,7 +223,7 @@ def _unseen(evaluation: Interpretation) -> NonFinite:
 
 def _constant(evaluation: Interpretation) -> NonFinite:
     """Reports that a constant made the results non-finite."""
-    result = next(x.node.summary for x in evaluation.results if not x.is_finite)
+    result = next(x.summary for x in evaluation.results if not x.is_finite)
     text = "search the code for `jnp.inf` and `jnp.nan`"
     return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
@@ -239,7 +240,7 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
     """Reports an overflow that a later op hides, if the results in float64 are others."""
     for node in evaluation.nonfinite.values():
         hider = _hider(evaluation, node)
-        if hider is None or not node.summary.infs or not all(x.summary.is_finite for x in node.operands):
+        if hider is None or not node.summary.infs or not all(x.is_finite for x in node.operands):
             continue
         holds = {node.id, hider.id}
         exact = evaluation.again(wide=FLOAT64, holds=holds)
@@ -256,12 +257,12 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
 
 def _hider(evaluation: Interpretation, node: Node) -> Node | None:
     """Returns the first op that computes finite values from the non-finite ones of a node."""
-    found = nearest([node], lambda x: [] if x.summary.is_finite else x.readers)
-    return next((x for x in evaluation.nodes if x in found and x.summary.is_finite and x.eqn), None)
+    found = nearest([node], lambda x: [] if x.is_finite else x.readers)
+    return next((x for x in evaluation.nodes if x in found and x.is_finite and x.eqn), None)
 
 
 def _held(evaluation: Interpretation, node: Node) -> np.ndarray:
-    return next(np.asarray(x.held) for x in evaluation.nodes if x.id == node.id)
+    return next(np.asarray(x.value) for x in evaluation.nodes if x.id == node.id)
 
 
 def _differ(x: Any, exact: Any) -> bool:
@@ -299,7 +300,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     """
     evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
-    results = [merged[x.node] for x in evaluation.results]
+    results = [merged[x] for x in evaluation.results]
     cause = diagnose_op(evaluation.names, merged[node], _is_primal(merged[node], results, evaluation.nodes))
     operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
@@ -376,7 +377,7 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
         numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
         region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
         run = evaluation.again(wide=FLOAT32, region=region, is_observed=False)
-        arrays = [np.asarray(x.value) for x in run.results if x.node.is_floating]
+        arrays = [np.asarray(x.value) for x in run.results if x.is_floating]
         if (error := _error(arrays, exact)) < 0.1:
             text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
             cure = f"compute {' and '.join(lines)} in float32: {text}"
@@ -408,7 +409,7 @@ def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, st
         return None, "", []  # the constant of the code is not known
     wide = evaluation.again(wide=FLOAT32, is_observed=False)
     if wide.is_finite:
-        results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
+        results = [np.asarray(x.value) for x in wide.results if x.is_floating]
         return True, "in float32 all results are finite: precision is the cause", results
     wide = wide.again(is_observed=True)
     other = wide.nonfinite.get(_cause(wide) or ())
