@@ -237,7 +237,7 @@ class Interpretation:
         loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         clock: is told of each op, and says when to stop.
         holds: the ids of the values to keep as `Node.value`.
-        suspects: the ids of ops and arguments, zeros in place of whose non-finite values may let others be finite.
+        suspects: results of ops, and arguments, zeros in place of whose non-finite values may let others be finite.
         allowed: how many of them, the first ones, are left as they are.
         is_observed: whether its values are known, or its results alone.
         results: those of the program, with their values; none if it was not evaluated to its end.
@@ -245,7 +245,8 @@ class Interpretation:
         seen: the keys of the ops that were evaluated.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
-            from infinite constants, by the id of the op, in program order.
+            from infinite constants, in program order.
+        held: the arrays of the values in `holds`, by id.
     """
 
     program: Any
@@ -256,17 +257,17 @@ class Interpretation:
     loss_factor: float = 1.0
     clock: Clock = dataclasses.field(default_factory=Clock)
     holds: Collection[Id] = ()
-    suspects: tuple[Id, ...] = ()
+    suspects: tuple[Node, ...] = ()
     allowed: int = 0
     is_observed: bool = True
     results: list[Node] = dataclasses.field(init=False, default_factory=list)
     is_stopped: bool = dataclasses.field(init=False, default=False)
     seen: set[Id] = dataclasses.field(init=False, default_factory=set)
     nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
-    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
+    nonfinite: list[Node] = dataclasses.field(init=False, default_factory=list)
+    held: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
     _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
-    _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
     _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=lambda: defaultdict(list))  # iterations
 
     def run(self) -> Self:
@@ -279,7 +280,7 @@ class Interpretation:
         for node, x in zip(ends, results, strict=False):
             node.value = x
         self.results = ends[: len(results)]
-        loops = {x.place.key for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop)}
+        loops = {x.place.key for x in self.nonfinite if isinstance(structure_of(x.eqn), jx.Loop)}
         return self if self.is_stopped or loops <= self.entered else self.again(entered=self.entered | loops)
 
     def again(self, **changes: Any) -> Self:
@@ -304,7 +305,7 @@ class Interpretation:
     def _execute(self) -> list[Any]:
         """Compiles the program, unless another run has done so, and runs it; returns nothing if the time is over."""
         key, compiled = (self.wide, self.region, self.suspects, self.entered, self.is_observed), self._compiled
-        blocked = self.suspects[self.allowed :]
+        blocked = {x.id for x in self.suspects[self.allowed :]}
         arrays = [_zero_nonfinite(x) if argument_id(i) in blocked else x for i, x in enumerate(self.arrays)]
         compiled["observe"] = self._observe
 
@@ -343,10 +344,10 @@ class Interpretation:
         self.clock.show("the program is traced as a whole")
         if self.clock.is_late:
             raise TimeoutError
-        n, outs = len(place.key), compute(operands)
+        outs = compute(operands)
         for k, suspect in enumerate(self.suspects):
-            if suspect[:n] == place.key and len(suspect) == len(place.id):
-                here = jnp.all(jnp.array(suspect[n:]) == jnp.array(place.iteration)) & (k >= allowed)
+            if suspect.place.key == place.key:
+                here = jnp.all(jnp.array(suspect.place.iteration) == jnp.array(place.iteration)) & (k >= allowed)
                 outs = [jnp.where(here, _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in outs]
         return [x * loss_factor.astype(x.dtype) for x in outs] if applies_loss_scale(place.eqn) else outs
 
@@ -362,7 +363,7 @@ class Interpretation:
             x, at = np.asarray(value), (*key, *iteration, *index)
             x = x.view(dtype)[..., 0] if dtype == FLOAT64 else x
             if at in self.holds:
-                self._arrays[at] = np.array(x)
+                self.held[at] = np.array(x)
             if jx.is_inexact(x):
                 is_plain = at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
                 self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
@@ -372,39 +373,29 @@ class Interpretation:
 
     def _follow(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
         """Follows the values through the jaxpr at `place`."""
-
-        def constant(x: Any, is_literal: bool = False) -> Node:
-            self.nodes.append(Node(summary_of(x), value=x, is_constant=is_literal))
-            return self.nodes[-1]
-
-        return _evaluate(jaxpr, args, place, self._visit, constant, functools.partial(constant, is_literal=True))
+        constant = lambda x: self._add(Node(summary_of(x), value=x))  # noqa: E731
+        literal = lambda x: self._add(Node(summary_of(x), value=x, is_constant=True))  # noqa: E731
+        return _evaluate(jaxpr, args, place, self._visit, constant, literal)
 
     def _argument(self, x: Any, i: int) -> Node:
-        node = self._add(summary_of(x), Place(), argument_id(i))
+        node = self._add(Node(summary_of(x), Place(), argument_id(i)))
         # -inf is often intended, as in a mask.
         if not node.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf)):
-            node.causes = frozenset({argument_id(i)})
+            node.causes = frozenset({node})
         return node
 
-    def _add(
-        self,
-        summary: Summary,
-        place: Place | None = None,
-        index: Id = (),
-        operands: Sequence[Node] = (),
-        source: Node | None = None,
-    ) -> Node:
-        """Adds a value; the attributes are those of `Node`. The summary is that of the run, if that was told of it."""
-        node, eqns = Node(summary, place, index, operands, source), place.eqns if place else ()
-        node.summary, node.value = self._summaries.get(node.id, summary), self._arrays.get(node.id)
-        reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
-        node.is_constant = reads_nothing or (bool(operands) and all(x.is_constant for x in operands))
-        is_of_backward = source is None and jx.direction_of(eqns) == "backward"
-        node.is_backward = is_of_backward or any(x.is_backward for x in node.parents)
-        for x in node.parents:
+    def _add(self, node: Node) -> Node:
+        """Adds a value, with what the run knows of it, and what follows from those that it was computed from."""
+        node.summary, node.value = self._summaries.get(node.id, node.summary), self.held.get(node.id, node.value)
+        eqns, reads = node.place.eqns if node.place else (), node.parents
+        if node.operands or (eqns and not eqns[-1].invars):  # such as an `iota`
+            node.is_constant = all(x.is_constant for x in node.operands)
+        is_of_backward = node.source is None and jx.direction_of(eqns) == "backward"
+        node.is_backward = is_of_backward or any(x.is_backward for x in reads)
+        for x in reads:
             x.readers.append(node)
         if not node.is_finite:
-            node.causes = frozenset[Id]().union(*(x.causes for x in node.parents))
+            node.causes = frozenset[Node]().union(*(x.causes for x in reads))
         self.nodes.append(node)
         return node
 
@@ -425,7 +416,7 @@ class Interpretation:
 
     def _enter(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
         """Follows the values through the jaxpr of a loop or a branch."""
-        inner = [self._add(x.summary, place, argument_id(j), source=x) for j, x in enumerate(args)]
+        inner = [self._add(Node(x.summary, place, argument_id(j), source=x)) for j, x in enumerate(args)]
         return self._follow(jaxpr, inner, place)
 
     def _follow_loop(self, loop: jx.Loop, operands: list[Node], place: Place, ran: Iterable[int]) -> Sequence[Node]:
@@ -436,21 +427,18 @@ class Interpretation:
             outs = self._enter(loop.body, args, place.body(int(loop.length is None), i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = enumerate(zip(*(ys[i] for i in sorted(ys)), strict=True), loop.n_carry)
-        stacked = [self._add(self._summaries.get((*place.id, j), Summary()), operands=x) for j, x in columns]
-        return [self._add(x.summary, place, (j,), source=x) for j, x in enumerate([*carry, *stacked])]
+        stacked = [self._add(Node(self._summaries.get((*place.id, j), Summary()), operands=x)) for j, x in columns]
+        return [self._add(Node(x.summary, place, (j,), source=x)) for j, x in enumerate([*carry, *stacked])]
 
     def _check(self, operands: list[Node], place: Place) -> list[Node]:
         """Follows the values through an op, and notes whether it made its results non-finite."""
-        outs = [self._add(summary_of(x.aval), place, (k,), operands) for k, x in enumerate(place.eqn.outvars)]
-        if all(x.is_finite for x in outs) or any(x.causes for x in operands):
-            return outs
-        reads_nan, gives_nan = (any(x.summary.nans for x in nodes) for nodes in (operands, outs))
-        if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
-            return outs
+        outs = [self._add(Node(summary_of(x.aval), place, (k,), operands)) for k, x in enumerate(place.eqn.outvars)]
+        is_new = all(x.is_finite for x in operands) or any(x.summary.nans for x in outs)
         found = [x for x in outs if not x.is_finite]
-        self.nonfinite[place.id] = found[0]
-        for x in found:
-            x.causes = frozenset({place.id})
+        if found and is_new and not any(x.causes or x.summary.nans for x in operands):
+            self.nonfinite.append(found[0])
+            for x in found:
+                x.causes = frozenset(found[:1])
         return outs
 
 

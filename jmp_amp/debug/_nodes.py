@@ -131,8 +131,8 @@ class Node:
         is_constant: whether it was computed from literals alone.
         is_backward: whether it was computed in a backward pass.
         readers: the values that were computed from it.
-        causes: if it is not finite, the ids of the ops and arguments that introduced that; empty if it comes from
-            constants alone, or from -inf in an argument.
+        causes: if it is not finite, the first results of the ops that introduced that, and arguments; empty if it comes
+            from constants alone, or from -inf in an argument.
     """
 
     summary: Summary
@@ -144,7 +144,7 @@ class Node:
     is_constant: bool = False
     is_backward: bool = False
     readers: list["Node"] = dataclasses.field(default_factory=list)
-    causes: frozenset[Id] = frozenset()
+    causes: frozenset["Node"] = frozenset()
 
     @property
     def eqn(self) -> Any:

@@ -19,7 +19,7 @@ from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import Id, Node, Summary, argument_id, is_low, merge_equal, nearest, summary_of
+from jmp_amp.debug._nodes import Node, Summary, is_low, merge_equal, nearest, summary_of
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MOST = 5  # operands in a report
@@ -200,16 +200,14 @@ def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
     evaluation = evaluation.run()
     if evaluation.is_stopped:
-        node = next(iter(evaluation.nonfinite.values()), None)
+        node = next(iter(evaluation.nonfinite), None)
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
     if cause is None:
         return _constant(evaluation)
-    if cause in evaluation.nonfinite:
-        return _report(evaluation, evaluation.nonfinite[cause])
-    return _argument(evaluation, cause[1])
+    return _report(evaluation, cause) if cause.eqn else _argument(evaluation, cause.index[1])
 
 
 def _unseen(evaluation: Interpretation) -> NonFinite:
@@ -238,7 +236,7 @@ def _argument(evaluation: Interpretation, i: int) -> NonFinite:
 
 def _hidden(evaluation: Interpretation) -> NonFinite | None:
     """Reports an overflow that a later op hides, if the results in float64 are others."""
-    for node in evaluation.nonfinite.values():
+    for node in evaluation.nonfinite:
         hider = _hider(evaluation, node)
         if hider is None or not node.summary.infs or not all(x.is_finite for x in node.operands):
             continue
@@ -249,7 +247,9 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
-        (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))
+        # In float64, a loop may end sooner.
+        held = ([run.held.get(x.id, np.array(np.nan)) for x in (node, hider)] for run in (traced, exact))
+        (result, kept), (exact_result, exact_kept) = held
         if (np.isinf(result) & np.isfinite(exact_result)).any() and _differ(kept, exact_kept):
             return _report(evaluation, node, hider)
     return None
@@ -259,10 +259,6 @@ def _hider(evaluation: Interpretation, node: Node) -> Node | None:
     """Returns the first op that computes finite values from the non-finite ones of a node."""
     found = nearest([node], lambda x: [] if x.is_finite else x.readers)
     return next((x for x in evaluation.nodes if x in found and x.is_finite and x.eqn), None)
-
-
-def _held(evaluation: Interpretation, node: Node) -> np.ndarray:
-    return next(np.asarray(x.value) for x in evaluation.nodes if x.id == node.id)
 
 
 def _differ(x: Any, exact: Any) -> bool:
@@ -276,17 +272,16 @@ def _differ(x: Any, exact: Any) -> bool:
     return not np.allclose(x[known], exact[known], 0.1, slack)
 
 
-def _cause(evaluation: Interpretation) -> Id | None:
-    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
-    reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
-    if candidates:
-        suspects = tuple(candidates)
+def _cause(evaluation: Interpretation) -> Node | None:
+    """Returns the result of an op or the argument that made the results non-finite; None if constants did."""
+    arguments = evaluation.nodes[: len(evaluation.arrays)]
+    reaches_result = frozenset[Node]().union(*(x.causes for x in evaluation.results))
+    suspects = tuple(x for x in (*arguments, *evaluation.nonfinite) if x in reaches_result)
+    if suspects:
         is_harmful = lambda n: not evaluation.again(suspects=suspects, allowed=n, is_observed=False).is_finite  # noqa: E731
-        return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
+        return suspects[bisect.bisect_left(range(1, len(suspects)), True, key=is_harmful)]
     # All infinities were considered intended, so one of them is the cause.
-    return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
+    return next((x for x in arguments if not x.is_finite), None)
 
 
 def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
@@ -368,22 +363,29 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
 
     A line that is not enough is tried together with that of the next fault.
     """
-    finite_in_float32, sentence, exact = _in_float32(evaluation, node)
-    found: dict[str, Any] = {"finite_in_float32": finite_in_float32, "in_float32": sentence}
-    sources = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
-    waiting = [[line] for line in sources] if finite_in_float32 else []
+    if not any(is_low(atom) for eqn in evaluation.ops for atom in (*eqn.invars, *eqn.outvars)):
+        text = "the program computes nothing in low precision: precision is not the cause"
+        return {"finite_in_float32": False, "in_float32": text}
+    constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
+    if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
+        return {}  # the constant of the code is not known
+    wide = evaluation.again(wide=FLOAT32, is_observed=False)
+    if not wide.is_finite:
+        return _not_finite(wide.again(is_observed=True), node)
+    text = "in float32 all results are finite: precision is the cause"
+    found: dict[str, Any] = {"finite_in_float32": True, "in_float32": text}
+    waiting = [[x] for x in dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))]
     while waiting:
         lines = waiting.pop(0)
         numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
         region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-        run = evaluation.again(wide=FLOAT32, region=region, is_observed=False)
-        arrays = [np.asarray(x.value) for x in run.results if x.is_floating]
-        if (error := _error(arrays, exact)) < 0.1:
+        run = wide.again(region=region)
+        if (error := _error(run.results, wide.results)) < 0.1:
             text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
             cure = f"compute {' and '.join(lines)} in float32: {text}"
             return found | {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
         run = run.again(is_observed=not run.is_stopped)
-        others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
+        others = [x for x in (x.place.site.source for x in run.nonfinite) if x not in lines]
         if run.is_stopped:
             found["left_out"] = "lines in float32: the time was over"
         elif len(lines) == 1 and others:
@@ -391,34 +393,26 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
     return found
 
 
-@np.errstate(all="ignore")
-def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
-    """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
-    flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
-    norm = max(float(np.linalg.norm(exact_flat)), float(jnp.finfo(jnp.float32).tiny))  # what is smaller may be 0
-    error = float(np.linalg.norm(flat - exact_flat)) / norm
-    return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
-
-
-def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, str, list[Any]]:
-    """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
-    if not any(is_low(atom) for eqn in evaluation.ops for atom in (*eqn.invars, *eqn.outvars)):
-        return False, "the program computes nothing in low precision: precision is not the cause", []
-    constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
-    if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
-        return None, "", []  # the constant of the code is not known
-    wide = evaluation.again(wide=FLOAT32, is_observed=False)
-    if wide.is_finite:
-        results = [np.asarray(x.value) for x in wide.results if x.is_floating]
-        return True, "in float32 all results are finite: precision is the cause", results
-    wide = wide.again(is_observed=True)
-    other = wide.nonfinite.get(_cause(wide) or ())
-    if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
-        return None, "", []
+def _not_finite(wide: Interpretation, node: Node) -> dict[str, Any]:
+    """Returns what is to be said of a program that is not finite in float32 either, as fields of a `NonFinite`."""
+    other = None if wide.is_stopped else _cause(wide)
+    if other is None or not other.eqn or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
+        return {}
     same = (other.place.key, other.index) == (node.place.key, node.index)
     kind = "NaN" if other.summary.nans else "inf"
     op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
-    return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
+    text = f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause"
+    return {"finite_in_float32": False, "in_float32": text}
+
+
+@np.errstate(all="ignore")
+def _error(results: Sequence[Node], exact: Sequence[Node]) -> float:
+    """Returns the relative error of results, by their norms, and at least that of float32; infinite if not finite."""
+    arrays = ([np.ravel(np.asarray(x.value)) for x in nodes if x.is_floating] for nodes in (results, exact))
+    flat, exact_flat = (np.concatenate([np.zeros(1), *x]) for x in arrays)
+    norm = max(float(np.linalg.norm(exact_flat)), float(jnp.finfo(jnp.float32).tiny))  # what is smaller may be 0
+    error = float(np.linalg.norm(flat - exact_flat)) / norm
+    return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
 
 
 def _leaf(evaluation: Interpretation, node: Node) -> str:
