@@ -61,11 +61,10 @@ def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation,
     return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
 
 
-def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
+def diagnose_op(node: Node, is_primal: bool) -> Cause:
     """Returns what is seen at the first non-finite result of an op.
 
     Args:
-        names: of the arguments of the program.
         node: the result, in an evaluation that holds the values near it.
         is_primal: whether the op is not of a derivative.
     """
@@ -82,10 +81,10 @@ def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _diagnose(element, names, derivative)
+    return _diagnose(element, derivative)
 
 
-def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
+def _diagnose(e: Element, derivative: str) -> Cause:
     node, name, operands = e.node, e.node.primitive, _operands(e)
     if rule_of(node.eqn).is_decomposition:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
@@ -93,13 +92,13 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
     zeros = [x for x in operands if x.number == 0 and name in _QUOTIENTS]
     if infinite := [x for x in operands if not np.isfinite(x.number)]:
         text, section = f"{text}{e.number:.4g}", "an-infinity-meets-another"
-        origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x), names)
+        origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x))
     elif zeros or (operands and (np.isnan(e.number) or name in _WITH_POLES)):
         guilty, text = [*operands[:1], *zeros][-1], f"{text}{e.number:.4g}"
         section = "the-logarithm-of-0" if name in _LOGARITHMS else "a-division-by-0"
         section = "outside-of-the-domain" if guilty.number else section
         section = "a-derivative-that-is-not-finite" if derivative else section
-        origin = _origin(guilty, node, lambda x, y: x == y, names)
+        origin = _origin(guilty, node, lambda x, y: x == y)
     else:
         is_cast, large = name == "convert_element_type", max(operands, key=lambda x: abs(x.number), default=None)
         exact = None if is_cast else _exact(e)
@@ -107,12 +106,12 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
         if is_cast and large and large.node.is_constant:
             return Cause(CONSTANT, text)
         section = f"an-overflow-in-float{16 if np.dtype(node.summary.dtype).itemsize < 4 else 32}"
-        origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y), names) if large else Cause("", "")
+        origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y)) if large else Cause("", "")
         return Cause(section, text + f"; {origin.text}" * bool(large))
     return Cause(origin.section or section, f"{text}; {origin.text}", origin.place)
 
 
-def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names: Sequence[str]) -> Cause:
+def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool]) -> Cause:
     """Follows a number to where it comes from; the section is empty unless that tells it."""
     same, operands = [e], list[Element]()
     while True:
@@ -132,12 +131,12 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         same = [x for x in operands if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
         if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
-            origins = (_origin(x, reader, is_same, names) for x in several.values())
+            origins = (_origin(x, reader, is_same) for x in several.values())
             if cause := next((x for x in origins if x.section), None):
                 return cause
             break
-    if e.node.place and not e.node.place.eqns:
-        return Cause("", f"`{names[e.node.index[1]]}{_at(e.at)[4:]}` is {e.number:.4g}")
+    if e.node.name:
+        return Cause("", f"`{e.node.name}{_at(e.at)[4:]}` is {e.number:.4g}")
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
         is_known = all(x.is_constant for x in e.node.parents)
@@ -219,11 +218,12 @@ def _terms(e: Element) -> list[Element]:
     return found
 
 
-def _exact(e: Element) -> Any:
-    """Returns what the op computes of the same operands in float64; None if that is not known."""
+def _exact(e: Element, moved: Node | None = None) -> Any:
+    """Returns what the op computes in float64 of the same operands, or with 1 added to one; None if not known."""
     if not _is_known(e.node):
         return None
-    out = _run_wide(e.node, _wide(e.node))
+    operands = [x + (y is moved) for x, y in zip(_wide(e.node), e.node.operands, strict=True)]
+    out = _run_wide(e.node, operands)
     return None if out is None else np.asarray(out)[e.at].item()
 
 
@@ -235,11 +235,8 @@ def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
 
 def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
-    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not _is_known(e.node):
-        return False
-    moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
-    outs = [_run_wide(e.node, operands) for operands in moved]
-    return all(out is not None and np.asarray(out)[e.at] != e.number for out in outs)
+    are_several = len(nodes) > 1 and not any(x.is_constant for x in nodes)
+    return are_several and all(_exact(e, moved=x) not in (None, e.number) for x in nodes)
 
 
 def _wide(node: Node) -> list[np.ndarray]:

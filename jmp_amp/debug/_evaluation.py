@@ -21,7 +21,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Id, Node, Place, Summary, argument_id, summary_of
+from jmp_amp.debug._nodes import ARGUMENT, Id, Node, Place, Summary, summary_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -71,14 +71,14 @@ class Evaluation:
     def run(self) -> Self:
         """Evaluates the whole program."""
         with precise(self.wide):
-            args = [self._noted([self._in_dtype(x)], Place(), argument_id(i))[0] for i, x in enumerate(self.arrays)]
+            args = self._noted([self._in_dtype(x) for x in self.arrays], Place(), ARGUMENT)
             self.results = self._run(self.program, args, Place())
             self._hand_over(Place())
         return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
         """Evaluates the jaxpr at `place`."""
-        return _evaluate(jaxpr, args, place, self._visit, self._in_dtype, self._in_dtype)
+        return _evaluate(jaxpr, args, place, self._visit, lambda x, is_literal=False: self._in_dtype(x))
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
@@ -95,7 +95,9 @@ class Evaluation:
                 case jx.Loop() if is_changed:
                     trace = self._trace_while if structure.cond else self._trace_scan
                     return self._noted(trace(structure, operands, place), place)
-            return self._noted(self._apply(operands, place), place)
+            compute = functools.partial(self._apply, place)
+            outs = compute(operands) if self.around is None else self.around(place, operands, compute)
+            return self._noted(outs, place)
 
     def _counts_as_one(self, structure: Any, place: Place) -> bool:
         """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
@@ -111,8 +113,7 @@ class Evaluation:
         outer = self.recorded, self.replayed, self._waiting
         self.recorded, self.replayed, self._waiting = {}, replayed, {}
         try:
-            for j, x in enumerate(args):
-                self._noted([x], place, argument_id(j))
+            self._noted(args, place, ARGUMENT)
             results = self._run(jaxpr, args, place)
             self._hand_over(place, place.key)
             return results, self.recorded
@@ -184,12 +185,7 @@ class Evaluation:
         pairs = zip(carry, jax.eval_shape(step, carry), strict=False)
         return [x if x.dtype == out.dtype else widened(x, self.wide) for x, out in pairs]
 
-    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        """Returns the results of an op, as `around` evaluates it."""
-        compute = functools.partial(self._apply_in_dtype, place)
-        return compute(operands) if self.around is None else self.around(place, operands, compute)
-
-    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if _communicates(eqn):
@@ -208,7 +204,7 @@ class Evaluation:
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
-    def _noted(self, values: Sequence[Any], place: Place, index: Id = ()) -> Sequence[Any]:
+    def _noted(self, values: Sequence[Any], place: Place, kind: Id = ()) -> Sequence[Any]:
         """Returns values, which wait to be handed over to the host."""
         if self.observe is None:
             return values
@@ -216,7 +212,7 @@ class Evaluation:
             if isinstance(dtype := jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref):
                 # JAX hands over float64 as float32.
                 array = lax.bitcast_convert_type(x, np.uint32) if dtype == FLOAT64 else x
-                self._waiting[place.key, index or (k,), dtype] = array
+                self._waiting[place.key, (*kind, k), dtype] = array
         if len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, values)) > _LARGE:
             self._hand_over(place)
         return values
@@ -276,7 +272,9 @@ class Interpretation:
         if not self.is_observed or self.loss_factor != 1:
             self.results = [Node(summary_of(x), value=x) for x in results]
             return self
-        ends = self._follow(self.program, [self._argument(x, i) for i, x in enumerate(self.arrays)], Place())
+        names = jx.open_jaxpr(self.program)[0].debug_info.arg_names or ()
+        args = [self._argument(i, *each) for i, each in enumerate(zip(names, self.arrays, strict=True))]
+        ends = self._follow(self.program, args, Place())
         for node, x in zip(ends, results, strict=False):
             node.value = x
         self.results = ends[: len(results)]
@@ -288,16 +286,6 @@ class Interpretation:
         return dataclasses.replace(self, **changes).run()
 
     @property
-    def names(self) -> Any:
-        """The paths of the arguments."""
-        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
-
-    @property
-    def ops(self) -> list[JaxprEqn]:
-        """The equations of the program that hold no others."""
-        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
-
-    @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
@@ -306,7 +294,7 @@ class Interpretation:
         """Compiles the program, unless another run has done so, and runs it; returns nothing if the time is over."""
         key, compiled = (self.wide, self.region, self.suspects, self.entered, self.is_observed), self._compiled
         blocked = {x.id for x in self.suspects[self.allowed :]}
-        arrays = [_zero_nonfinite(x) if argument_id(i) in blocked else x for i, x in enumerate(self.arrays)]
+        arrays = [_zero_nonfinite(x) if (*ARGUMENT, i) in blocked else x for i, x in enumerate(self.arrays)]
         compiled["observe"] = self._observe
 
         def ends() -> list[Any]:
@@ -364,21 +352,22 @@ class Interpretation:
             x = x.view(dtype)[..., 0] if dtype == FLOAT64 else x
             if at in self.holds:
                 self.held[at] = np.array(x)
-            if jx.is_inexact(x):
-                is_plain = at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
-                self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
+            is_plain = jx.is_inexact(x) and at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
+            self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
             if index == (0,):
                 self.seen.add(key)
                 self.clock.tick("ops evaluated")
 
     def _follow(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
         """Follows the values through the jaxpr at `place`."""
-        constant = lambda x: self._add(Node(summary_of(x), value=x))  # noqa: E731
-        literal = lambda x: self._add(Node(summary_of(x), value=x, is_constant=True))  # noqa: E731
-        return _evaluate(jaxpr, args, place, self._visit, constant, literal)
 
-    def _argument(self, x: Any, i: int) -> Node:
-        node = self._add(Node(summary_of(x), Place(), argument_id(i)))
+        def constant(x: Any, is_literal: bool = False) -> Node:
+            return self._add(Node(summary_of(x), value=x, is_constant=is_literal))
+
+        return _evaluate(jaxpr, args, place, self._visit, constant)
+
+    def _argument(self, i: int, name: str, x: Any) -> Node:
+        node = self._add(Node(summary_of(x), Place(), (*ARGUMENT, i), name=name))
         # -inf is often intended, as in a mask.
         if not node.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf)):
             node.causes = frozenset({node})
@@ -405,9 +394,9 @@ class Interpretation:
             case jx.Call(jaxpr, inputs, True):
                 return self._follow(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches(jaxprs, inputs):
-                for body, jaxpr in ((place.body(k), x) for k, x in enumerate(jaxprs)):
-                    if place.iteration in self._ran[body.key]:
-                        return self._enter(jaxpr, [operands[i] for i in inputs], body)
+                for k, jaxpr in enumerate(jaxprs):
+                    if place.iteration in self._ran[place.body(k).key]:
+                        return self._enter(jaxpr, [operands[i] for i in inputs], place.body(k))
             case jx.Loop() as loop:
                 n, body = len(place.iteration), place.body(int(loop.length is None))
                 if ran := dict.fromkeys(x[n] for x in self._ran[body.key] if x[:n] == place.iteration):
@@ -416,7 +405,7 @@ class Interpretation:
 
     def _enter(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
         """Follows the values through the jaxpr of a loop or a branch."""
-        inner = [self._add(Node(x.summary, place, argument_id(j), source=x)) for j, x in enumerate(args)]
+        inner = [self._add(Node(x.summary, place, (*ARGUMENT, j), source=x)) for j, x in enumerate(args)]
         return self._follow(jaxpr, inner, place)
 
     def _follow_loop(self, loop: jx.Loop, operands: list[Node], place: Place, ran: Iterable[int]) -> Sequence[Node]:
@@ -442,13 +431,12 @@ class Interpretation:
         return outs
 
 
-def _evaluate(
-    jaxpr: Any, args: Sequence[Any], place: Place, visit: Callable, constant: Callable, literal: Callable
-) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], place: Place, visit: Callable, constant: Callable) -> list[Any]:
     """Evaluates the jaxpr at `place` by `visit`, which is given the operands and the place of each equation."""
     indices = itertools.count()
     apply = lambda eqn, operands: visit(operands, place.of(next(indices), eqn))  # noqa: E731
-    return jx.evaluate(jaxpr, args, apply, constant, lambda x: literal(np.asarray(x.val, jx.dtype_of(x))))
+    literal = lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)  # noqa: E731
+    return jx.evaluate(jaxpr, args, apply, constant, literal)
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
@@ -524,8 +512,7 @@ def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any =
     wider = {x: wide if x == narrow else _wider(x, wide) for x in dtypes if isinstance(x, np.dtype)}
     params = {k: wider.get(x, x) if isinstance(x, np.dtype) else x for k, x in eqn.params.items()}
     try:
-        inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-        params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
+        params |= {name: jx.retyped(params[name], wide) for name in rule.jaxpr_params if params[name] is not None}
         if rule.is_product and "precision" in params:
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         with jx.versions.origin_of(eqn):

@@ -112,9 +112,7 @@ class Place(NamedTuple):
         return self._replace(key=(*self.key, jaxpr), iteration=self.iteration if i is None else (*self.iteration, i))
 
 
-def argument_id(i: int) -> Id:
-    """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return -1, i
+ARGUMENT: Id = (-1,)  # in the index of an argument, which differs from the index of every equation
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,8 +122,9 @@ class Node:
     Attributes:
         summary: of its array.
         place: the place of the op that computed it, or of the body that it is an argument of; None for constants.
-        index: which result of the op it is; `argument_id(i)` for an argument of a body.
+        index: which result of the op it is; `(*ARGUMENT, i)` for an argument of a body.
         operands: the values that the op read.
+        name: the path of an argument of the program; empty for others.
         source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
         value: the array of a constant, of a result of the program, or of what is asked for; else None.
         is_constant: whether it was computed from literals alone.
@@ -139,6 +138,7 @@ class Node:
     place: Any = None
     index: Id = ()
     operands: Sequence["Node"] = ()
+    name: str = ""
     source: "Node | None" = None
     value: Any = None
     is_constant: bool = False

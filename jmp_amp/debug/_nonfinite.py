@@ -19,7 +19,7 @@ from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import Node, Summary, is_low, merge_equal, nearest, summary_of
+from jmp_amp.debug._nodes import Node, Summary, is_low, merge_equal, nearest
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MOST = 5  # operands in a report
@@ -165,13 +165,11 @@ class NonFinite(jx.Site):
     left_out: str = ""
 
     def __str__(self) -> str:
-        lines = [("operand", str(x)) for x in self.operands]
-        if self.result.dtype and self.primitive != "argument":
-            lines.append(("result", str(self.result)))
-        if self.leaf and not self.module:
-            lines.append(("leaf", f"`{self.leaf}`"))
-        texts = self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
-        lines += zip(("cause", "float32", "cure", "tried", "left out", "guide"), texts, strict=True)
+        result = str(self.result) if self.result.dtype and self.primitive != "argument" else ""
+        leaf = f"`{self.leaf}`" if self.leaf and not self.module else ""
+        texts = result, leaf, self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
+        names = "result", "leaf", "cause", "float32", "cure", "tried", "left out", "guide"
+        lines = [*(("operand", str(x)) for x in self.operands), *zip(names, texts, strict=True)]
         return "\n".join([self._head(), *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
 
     def _head(self) -> str:
@@ -207,13 +205,13 @@ def _find(evaluation: Interpretation) -> NonFinite | None:
     cause = _cause(evaluation)
     if cause is None:
         return _constant(evaluation)
-    return _report(evaluation, cause) if cause.eqn else _argument(evaluation, cause.index[1])
+    return _report(evaluation, cause) if cause.eqn else _argument(evaluation, cause)
 
 
 def _unseen(evaluation: Interpretation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
-    n, n_ops = len(evaluation.seen), len(evaluation.ops)
-    seconds = evaluation.clock.max_seconds
+    n, seconds = len(evaluation.seen), evaluation.clock.max_seconds
+    n_ops = sum(not jx.inner_jaxprs(eqn) for *_, eqn in jx.equations_in(evaluation.program))
     text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
     rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
     return NonFinite(cause=text, guide=_GUIDE + "how-to-read-the-report", left_out=rest)
@@ -226,12 +224,12 @@ def _constant(evaluation: Interpretation) -> NonFinite:
     return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
 
-def _argument(evaluation: Interpretation, i: int) -> NonFinite:
+def _argument(evaluation: Interpretation, node: Node) -> NonFinite:
     """Reports an argument that is not finite."""
-    array, name = evaluation.arrays[i], evaluation.names[i]
-    index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
-    text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(primitive="argument", source=name, result=summary_of(array), cause=text, guide=_OF_ARGUMENTS)
+    array = np.asarray(evaluation.arrays[node.index[-1]])
+    index = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
+    text = f"`{node.name}{[*index] if index else ''}` is {array[index]}"
+    return NonFinite(primitive="argument", source=node.name, result=node.summary, cause=text, guide=_OF_ARGUMENTS)
 
 
 def _hidden(evaluation: Interpretation) -> NonFinite | None:
@@ -247,7 +245,7 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
-        # In float64, a loop may end sooner.
+        # In float64, another branch may run.
         held = ([run.held.get(x.id, np.array(np.nan)) for x in (node, hider)] for run in (traced, exact))
         (result, kept), (exact_result, exact_kept) = held
         if (np.isinf(result) & np.isfinite(exact_result)).any() and _differ(kept, exact_kept):
@@ -296,7 +294,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
     results = [merged[x] for x in evaluation.results]
-    cause = diagnose_op(evaluation.names, merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    cause = diagnose_op(merged[node], _is_primal(merged[node], results, evaluation.nodes))
     operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
@@ -319,7 +317,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         result=node.summary,
         cause=cause.text,
         guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
-        leaf=_leaf(evaluation, node),
+        leaf=_leaf(node),
         hidden_by=f"`{hider.primitive}` {hider.place.site.where}" if hider else "",
         **found,
     )
@@ -363,7 +361,8 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
 
     A line that is not enough is tried together with that of the next fault.
     """
-    if not any(is_low(atom) for eqn in evaluation.ops for atom in (*eqn.invars, *eqn.outvars)):
+    atoms = (atom for *_, eqn in jx.equations_in(evaluation.program) for atom in (*eqn.invars, *eqn.outvars))
+    if not any(map(is_low, atoms)):
         text = "the program computes nothing in low precision: precision is not the cause"
         return {"finite_in_float32": False, "in_float32": text}
     constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
@@ -415,8 +414,7 @@ def _error(results: Sequence[Node], exact: Sequence[Node]) -> float:
     return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
 
 
-def _leaf(evaluation: Interpretation, node: Node) -> str:
+def _leaf(node: Node) -> str:
     """Returns the nearest leaf of an argument that a value was computed from; empty if there is none."""
-    read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    names = (evaluation.names[i] for i in read)
+    names = (x.name for x in nearest([node]) if x.is_floating)
     return next((x for x in names if x.endswith("]") or "." in x), "")
