@@ -27,7 +27,7 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-_LONG = 20_000  # ops; of a loop that runs more of them, the first iterations and those that are not finite are observed
+_LONG = 20_000  # ops; a loop that runs more of them is observed if its results are not finite
 _TOGETHER, _LARGE = 32, 2**24  # values and bytes that the host is told of at once
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -100,7 +100,7 @@ class Evaluation:
             return self._noted(outs, place)
 
     def _counts_as_one(self, structure: Any, place: Place) -> bool:
-        """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
+        """Whether a loop runs so many ops that it is not entered unless its results are known to be non-finite."""
         if self.entered is None or place.key in self.entered or not isinstance(structure, jx.Loop):
             return False
         if any(eqn.primitive.name == "shard_map" for eqn in place.eqns):  # its collectives run where it is entered
@@ -205,7 +205,7 @@ class Evaluation:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
     def _noted(self, values: Sequence[Any], place: Place, kind: Id = ()) -> Sequence[Any]:
-        """Returns values, which wait to be handed over to the host."""
+        """Returns values, which wait to be handed over to the host; `kind` is `ARGUMENT` for those of a body."""
         if self.observe is None:
             return values
         for k, x in enumerate(values):
