@@ -47,7 +47,7 @@ class Element(NamedTuple):
     @property
     def number(self) -> Any:
         """The number that is there; None if it is not known."""
-        held = self.node.held
+        held = self.node.value
         is_array = isinstance(getattr(held, "dtype", None), np.dtype) and np.ndim(held) == len(self.at)
         return np.asarray(held)[self.at].item() if is_array else None
 
@@ -61,31 +61,30 @@ def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation,
     return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
 
 
-def diagnose_op(names: Sequence[str], node: Node, is_primal: bool) -> Cause:
+def diagnose_op(node: Node, is_primal: bool) -> Cause:
     """Returns what is seen at the first non-finite result of an op.
 
     Args:
-        names: of the arguments of the program.
         node: the result, in an evaluation that holds the values near it.
         is_primal: whether the op is not of a derivative.
     """
     if jx.inner_jaxprs(node.eqn):
         text = f"`{node.primitive}` counts as one op, and what is inside of it was not evaluated"
         return Cause("a-kernel-or-a-loop-as-one-op", text)
-    if node.primitive in ("gather", "dynamic_slice") and node.summary.nans and node.operands[1].held is not None:
-        indices = np.asarray(node.operands[1].held)
+    if node.primitive in ("gather", "dynamic_slice") and node.summary.nans and node.operands[1].value is not None:
+        indices = np.asarray(node.operands[1].value)
         text = f"indices are from {indices.min()} to {indices.max()}, the array is {[*node.operands[0].summary.shape]}"
         return Cause("an-index-out-of-range", f"an index is out of range: {text}")
-    array = np.asarray(node.held, np.complex128) if node.held is not None else np.zeros(0)
+    array = np.asarray(node.value, np.complex128) if node.value is not None else np.zeros(0)
     is_of_infinities = any(x.summary.infs for x in node.operands)
     bad = np.argwhere(np.isnan(array) if is_of_infinities else ~np.isfinite(array))
     if not len(bad):  # too many values to hold, or others than before, as of a callback or a loop that is late
         return Cause("how-to-read-the-report", f"the elements are not known; in all, the result is {node.summary}")
     element, derivative = Element(node, tuple(bad[0].tolist())), "" if is_primal else "in the derivative, "
-    return _diagnose(element, names, derivative)
+    return _diagnose(element, derivative)
 
 
-def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
+def _diagnose(e: Element, derivative: str) -> Cause:
     node, name, operands = e.node, e.node.primitive, _operands(e)
     if rule_of(node.eqn).is_decomposition:
         return Cause("a-matrix-that-is-singular", _of_matrix(e))
@@ -93,13 +92,13 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
     zeros = [x for x in operands if x.number == 0 and name in _QUOTIENTS]
     if infinite := [x for x in operands if not np.isfinite(x.number)]:
         text, section = f"{text}{e.number:.4g}", "an-infinity-meets-another"
-        origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x), names)
+        origin = _origin(infinite[0], node, lambda x, _: not np.isfinite(x))
     elif zeros or (operands and (np.isnan(e.number) or name in _WITH_POLES)):
         guilty, text = [*operands[:1], *zeros][-1], f"{text}{e.number:.4g}"
         section = "the-logarithm-of-0" if name in _LOGARITHMS else "a-division-by-0"
         section = "outside-of-the-domain" if guilty.number else section
         section = "a-derivative-that-is-not-finite" if derivative else section
-        origin = _origin(guilty, node, lambda x, y: x == y, names)
+        origin = _origin(guilty, node, lambda x, y: x == y)
     else:
         is_cast, large = name == "convert_element_type", max(operands, key=lambda x: abs(x.number), default=None)
         exact = None if is_cast else _exact(e)
@@ -107,12 +106,12 @@ def _diagnose(e: Element, names: Sequence[str], derivative: str) -> Cause:
         if is_cast and large and large.node.is_constant:
             return Cause(CONSTANT, text)
         section = f"an-overflow-in-float{16 if np.dtype(node.summary.dtype).itemsize < 4 else 32}"
-        origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y), names) if large else Cause("", "")
+        origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y)) if large else Cause("", "")
         return Cause(section, text + f"; {origin.text}" * bool(large))
     return Cause(origin.section or section, f"{text}; {origin.text}", origin.place)
 
 
-def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names: Sequence[str]) -> Cause:
+def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool]) -> Cause:
     """Follows a number to where it comes from; the section is empty unless that tells it."""
     same, operands = [e], list[Element]()
     while True:
@@ -123,7 +122,7 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         if not same:
             break
         e = max(same, key=lambda x: abs(x.number)) if np.isfinite(e.number) else same[0]
-        dtype = getattr(e.node.held, "dtype", np.dtype(bool))
+        dtype = getattr(e.node.value, "dtype", np.dtype(bool))
         exact = _exact(e) if jnp.issubdtype(dtype, jnp.integer) else None
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
             text = f"is {exact:.4g}, more than {dtype} holds, and wraps around"
@@ -132,12 +131,12 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool], names
         same = [x for x in operands if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
         if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
-            origins = (_origin(x, reader, is_same, names) for x in several.values())
+            origins = (_origin(x, reader, is_same) for x in several.values())
             if cause := next((x for x in origins if x.section), None):
                 return cause
             break
-    if e.node.place and not e.node.place.eqns:
-        return Cause("", f"`{names[e.node.index[1]]}{_at(e.at)[4:]}` is {e.number:.4g}")
+    if e.node.name:
+        return Cause("", f"`{e.node.name}{_at(e.at)[4:]}` is {e.number:.4g}")
     value = f"{e.number:.4g}{_at(e.at)}"
     if not e.node.eqn:
         is_known = all(x.is_constant for x in e.node.parents)
@@ -186,13 +185,13 @@ def _operands(e: Element) -> list[Element]:
     """Returns the elements that an element was computed from, as far as that is known."""
     node, index = e.node, e.at
     if node.source:
-        slices = node.place.iteration[-1:] if np.ndim(node.source.held) > len(index) else ()
+        slices = node.place.iteration[-1:] if np.ndim(node.source.value) > len(index) else ()
         return [Element(node.source, (*slices, *index))]
     if node.eqn is None and node.operands:  # the results of iterations are stacked
         return [Element(node.operands[index[0]], index[1:])]
     if not _is_known(node):
         return []
-    rule, shape, arrays = rule_of(node.eqn), np.shape(node.held), [np.shape(x.held) for x in node.operands]
+    rule, shape, arrays = rule_of(node.eqn), np.shape(node.value), [np.shape(x.value) for x in node.operands]
     is_moved = (rule.moves and not rule.fold) or rule.kind is ResultKind.SELECTED or rule.is_decomposition
     is_broadcast = all(len(x) in (0, len(shape)) and {1, *shape}.issuperset(x) for x in arrays)
     if is_moved or _AXES & node.eqn.params.keys() or not is_broadcast:
@@ -219,11 +218,12 @@ def _terms(e: Element) -> list[Element]:
     return found
 
 
-def _exact(e: Element) -> Any:
-    """Returns what the op computes of the same operands in float64; None if that is not known."""
+def _exact(e: Element, moved: Node | None = None) -> Any:
+    """Returns what the op computes in float64 of the same operands, or with 1 added to one; None if not known."""
     if not _is_known(e.node):
         return None
-    out = _run_wide(e.node, _wide(e.node))
+    operands = [x + (y is moved) for x, y in zip(_wide(e.node), e.node.operands, strict=True)]
+    out = _run_wide(e.node, operands)
     return None if out is None else np.asarray(out)[e.at].item()
 
 
@@ -235,16 +235,13 @@ def _independent(elements: Sequence[Element]) -> dict[Node, Element]:
 
 def _needs(e: Element, nodes: Collection[Node]) -> bool:
     """Whether a number changes with each of several values that its op reads, none of which is a constant."""
-    if len(nodes) < 2 or any(x.is_constant for x in nodes) or not _is_known(e.node):
-        return False
-    moved = ([x + (y is node) for x, y in zip(_wide(e.node), e.node.operands, strict=True)] for node in nodes)
-    outs = [_run_wide(e.node, operands) for operands in moved]
-    return all(out is not None and np.asarray(out)[e.at] != e.number for out in outs)
+    are_several = len(nodes) > 1 and not any(x.is_constant for x in nodes)
+    return are_several and all(_exact(e, moved=x) not in (None, e.number) for x in nodes)
 
 
 def _wide(node: Node) -> list[np.ndarray]:
     """Returns the operands of an op, with floats in float64, and the integers that an integer is made of, too."""
-    arrays, dtype = [np.asarray(x.held) for x in node.operands], node.held.dtype
+    arrays, dtype = [np.asarray(x.value) for x in node.operands], node.value.dtype
     made_of = arrays[:1] if rule_of(node.eqn).moves else arrays  # but no index
     ints = [x for x in made_of if x.dtype == dtype and dtype.kind in "iu"]
     is_wide = [jnp.issubdtype(x.dtype, jnp.floating) or any(x is y for y in ints) for x in arrays]
@@ -255,18 +252,18 @@ def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, operands)]
-        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.held.dtype)
+        outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.value.dtype)
     return outs and outs[node.index[0]]
 
 
 def _is_known(node: Node) -> bool:
     """Whether an op computed a value, and its array and those of the operands are held; keys are no arrays."""
-    held = [x.held for x in (*node.operands, node)]
+    held = [x.value for x in (*node.operands, node)]
     return node.eqn is not None and all(isinstance(getattr(x, "dtype", None), np.dtype) for x in held)
 
 
 def _of_matrix(e: Element) -> str:
-    matrix = np.asarray(e.node.operands[0].held, np.float64)
+    matrix = np.asarray(e.node.operands[0].value, np.float64)
     matrix, is_triangular = matrix[e.at[: max(matrix.ndim - 2, 0)]], e.node.primitive == "triangular_solve"
     if not np.isfinite(matrix).all() or matrix.ndim < 2 or matrix.shape[0] != matrix.shape[1]:
         return f"the matrix that `{e.node.primitive}` reads is not finite, or not square"

@@ -1,13 +1,14 @@
 """Evaluates a program: as it was traced, in a wider dtype, or with each op as a function evaluates it.
 
-`Evaluation` does so as a part of a program that JAX traces. `Interpretation` runs that, and follows its values.
+`Evaluation` does so as a part of a program that JAX traces. `Interpretation` runs one, and follows its values.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -20,13 +21,13 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale import LOSS_SCALE
 from jmp_amp._ops import rule_of
 from jmp_amp.debug._clock import Clock
-from jmp_amp.debug._nodes import Cell, Id, Node, Place, Summary, argument_id, summary_of
+from jmp_amp.debug._nodes import ARGUMENT, Id, Node, Place, Summary, summary_of
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 # They read the bits of a value, or call code that was written for its dtype.
 _KEEP_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback", "debug_callback", "ffi_call"}
-_LONG = 20_000  # ops; of a loop that runs more of them, the first iterations and those that are not finite are observed
+_LONG = 20_000  # ops; a loop that runs more of them is observed if its results are not finite
 _TOGETHER, _LARGE = 32, 2**24  # values and bytes that the host is told of at once
 # A variant runs once, so it is compiled as fast as it can be; low precision is rounded as the program says.
 QUICK = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
@@ -46,9 +47,11 @@ class Evaluation:
         replayed: pytrees that another evaluation recorded, by keys that start with that of the place.
         recorded: those that `around` records in this one. Those in a loop are stacked; those in a branch that did not
             run are 0.
-        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         region: whether an equation, the last of those that contain it, is computed in the wide dtype. None means all.
             Outside of the region, casts remain, and an op reads the widest of its operands.
+        observe: is told on the host of the keys, indices and dtypes of values, the key of the body that ends with them,
+            the iteration, and the values. None observes nothing.
+        entered: the keys of the long loops that are entered; others count as one op. None enters all.
         results: the results of the program.
     """
 
@@ -58,41 +61,29 @@ class Evaluation:
     around: Callable[[Place, Sequence[Any], Callable[..., Sequence[Any]]], Sequence[Any]] | None = None
     as_one: Collection[str] = ()
     replayed: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-    loss_factor: Any = None
     region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    observe: Callable[..., None] | None = None
+    entered: Collection[Id] | None = None
     recorded: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
     results: list[Any] = dataclasses.field(init=False, default_factory=list)
+    _waiting: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
 
     def run(self) -> Self:
         """Evaluates the whole program."""
         with precise(self.wide):
-            args = [self._argument(self._in_dtype(x), i) for i, x in enumerate(self.arrays)]
+            args = self._noted([self._in_dtype(x) for x in self.arrays], Place(), ARGUMENT)
             self.results = self._run(self.program, args, Place())
+            self._hand_over(Place())
         return self
 
     def _run(self, jaxpr: Any, args: Sequence[Any], place: Place) -> list[Any]:
         """Evaluates the jaxpr at `place`."""
-        indices = itertools.count()
-
-        def apply(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-            return self._visit(operands, place.of(next(indices), eqn))
-
-        def literal(atom: Any) -> Any:
-            return self._constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)
-
-        return jx.evaluate(jaxpr, args, apply, self._constant, literal)
-
-    def _argument(self, x: Any, i: int) -> Any:
-        """Returns an argument of the program as a value of this evaluation."""
-        return x
-
-    def _constant(self, x: Any, is_literal: bool = False) -> Any:
-        return self._in_dtype(x)
+        return _evaluate(jaxpr, args, place, self._visit, lambda x, is_literal=False: self._in_dtype(x))
 
     def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
         """Evaluates an equation: enters it, or applies it as one op."""
         structure, changes_ops = structure_of(place.eqn), self.wide is not None or self.around is not None
-        is_one = place.eqn.primitive.name in self.as_one
+        is_one = place.eqn.primitive.name in self.as_one or self._counts_as_one(structure, place)
         is_changed = changes_ops and not is_one
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
@@ -102,17 +93,32 @@ class Evaluation:
                 case jx.Branches(jaxprs, inputs) if is_changed:
                     return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
                 case jx.Loop() if is_changed:
-                    return (self._trace_while if structure.cond else self._trace_scan)(structure, operands, place)
-            return self._apply(operands, place)
+                    trace = self._trace_while if structure.cond else self._trace_scan
+                    return self._noted(trace(structure, operands, place), place)
+            compute = functools.partial(self._apply, place)
+            outs = compute(operands) if self.around is None else self.around(place, operands, compute)
+            return self._noted(outs, place)
+
+    def _counts_as_one(self, structure: Any, place: Place) -> bool:
+        """Whether a loop runs so many ops that it is not entered unless its results are known to be non-finite."""
+        if self.entered is None or place.key in self.entered or not isinstance(structure, jx.Loop):
+            return False
+        if any(eqn.primitive.name == "shard_map" for eqn in place.eqns):  # its collectives run where it is entered
+            return False
+        n_ops = sum(map(jx.runs_of, jx.equations_in(structure.body)))
+        return structure.length is None or structure.length * n_ops > _LONG
 
     def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
         """Evaluates the jaxpr of a body, and returns what is recorded in it, too."""
-        outer = self.recorded, self.replayed
-        self.recorded, self.replayed = {}, replayed
+        outer = self.recorded, self.replayed, self._waiting
+        self.recorded, self.replayed, self._waiting = {}, replayed, {}
         try:
-            return self._run(jaxpr, args, place), self.recorded
+            self._noted(args, place, ARGUMENT)
+            results = self._run(jaxpr, args, place)
+            self._hand_over(place, place.key)
+            return results, self.recorded
         finally:
-            self.recorded, self.replayed = outer
+            self.recorded, self.replayed, self._waiting = outer
 
     def _trace_branches(self, jaxprs: Sequence[Any], args: Sequence[Any], index: Any, place: Place) -> Sequence[Any]:
         """Traces each branch once, also one that is in others. Of several platforms, that of the device is lowered."""
@@ -182,15 +188,7 @@ class Evaluation:
         pairs = zip(carry, jax.eval_shape(step, carry), strict=False)
         return [x if x.dtype == out.dtype else widened(x, self.wide) for x, out in pairs]
 
-    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        """Returns the results of an op, as `around` evaluates it."""
-        compute = functools.partial(self._apply_in_dtype, place)
-        outs = compute(operands) if self.around is None else self.around(place, operands, compute)
-        if self.loss_factor is not None and applies_loss_scale(place.eqn):
-            outs = [x * self.loss_factor.astype(x.dtype) for x in outs]
-        return outs
-
-    def _apply_in_dtype(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
+    def _apply(self, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an op, in the dtype of this evaluation."""
         eqn = place.eqn
         if _communicates(eqn):
@@ -209,203 +207,146 @@ class Evaluation:
     def _in_dtype(self, x: Any) -> Any:
         return x if self.wide is None or self.region else widened(x, self.wide)
 
-
-@dataclasses.dataclass(eq=False)
-class _Observed(Evaluation):
-    """An evaluation that hands the values of each op to the host.
-
-    Attributes:
-        observe: takes the keys, indices and dtypes of values, the key of the body that ends with them, the iteration,
-            and the values.
-        entered: the keys of the long loops that are entered; others count as one op.
-    """
-
-    observe: Callable[..., None] = print
-    entered: Collection[Id] = ()
-    _waiting: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict)
-
-    def run(self) -> Self:
-        super().run()
-        self._hand_over(Place())
-        return self
-
-    def _argument(self, x: Any, i: int) -> Any:
-        return self._noted([x], Place(), argument_id(i))[0]
-
-    def _visit(self, operands: list[Any], place: Place) -> Sequence[Any]:
-        match structure_of(place.eqn):
-            case jx.Loop() as loop if self.wide is None and is_long(loop, place) and place.key not in self.entered:
-                return self._apply(operands, place)
-            case jx.Loop():
-                return self._noted(super()._visit(operands, place), place)
-        return super()._visit(operands, place)
-
-    def _apply(self, operands: Sequence[Any], place: Place) -> Sequence[Any]:
-        return self._noted(super()._apply(operands, place), place)
-
-    def _run_body(self, jaxpr: Any, place: Place, replayed: Any, *args: Any) -> tuple[list[Any], dict[Any, Any]]:
-        outer, self._waiting = self._waiting, {}
-        for j, x in enumerate(args):
-            self._noted([x], place, argument_id(j))
-        results = super()._run_body(jaxpr, place, replayed, *args)
-        self._hand_over(place, place.key)
-        self._waiting = outer
-        return results
-
-    def _noted(self, values: Sequence[Any], place: Place, index: Id = ()) -> Sequence[Any]:
-        """Returns values, which wait to be handed over."""
+    def _noted(self, values: Sequence[Any], place: Place, kind: Id = ()) -> Sequence[Any]:
+        """Returns values, which wait to be handed over to the host; `kind` is `ARGUMENT` for those of a body."""
+        if self.observe is None:
+            return values
         for k, x in enumerate(values):
             if isinstance(dtype := jx.dtype_of(x), np.dtype) and not isinstance(x, jax.Ref):
                 # JAX hands over float64 as float32.
                 array = lax.bitcast_convert_type(x, np.uint32) if dtype == FLOAT64 else x
-                self._waiting[place.key, index or (k,), dtype] = array
+                self._waiting[place.key, (*kind, k), dtype] = array
         if len(self._waiting) >= _TOGETHER or sum(map(jx.nbytes_of, values)) > _LARGE:
             self._hand_over(place)
         return values
 
     def _hand_over(self, place: Place, body: Id | None = None) -> None:
-        waiting, self._waiting = self._waiting, {}
-        observe = functools.partial(self.observe, [*waiting], body)
-        jax.debug.callback(observe, place.iteration, *waiting.values())
-
-
-def is_long(loop: jx.Loop, place: Place) -> bool:
-    """Whether a loop runs so many ops that the host is told of each only if its results are not finite."""
-    if any(eqn.primitive.name == "shard_map" for eqn in place.eqns):  # its collectives run where it is entered
-        return False
-    return loop.length is None or loop.length * sum(map(jx.runs_of, jx.equations_in(loop.body))) > _LONG
+        """Hands the values that wait over to the host, which may be the last ones of a body."""
+        if self.observe is not None:
+            waiting, self._waiting = self._waiting, {}
+            jax.debug.callback(functools.partial(self.observe, [*waiting], body), place.iteration, *waiting.values())
 
 
 @dataclasses.dataclass(eq=False)
-class Interpretation(Evaluation):
-    """A run of a program that is compiled as a whole. Which of its values are finite is known; those are `Cell`s.
+class Interpretation:
+    """A run of a program that is compiled as a whole. Which of its values are finite is known.
 
     Attributes:
+        program: as of an `Evaluation`, and so are `arrays`, `wide`, `region` and `entered`.
+        loss_factor: multiplies the loss scale of `amp.value_and_grad`.
         clock: is told of each op, and says when to stop.
-        holds: the ids of the values to keep as `Node.held`.
-        entered: the keys of the loops that are entered, although they are long.
-        suspects: the ids of ops and arguments, zeros in place of whose non-finite values may let others be finite.
+        holds: the ids of the values to keep as `Node.value`.
+        suspects: results of ops, and arguments, zeros in place of whose non-finite values may let others be finite.
         allowed: how many of them, the first ones, are left as they are.
         is_observed: whether its values are known, or its results alone.
-        results: none if the program was not evaluated to its end.
+        results: those of the program, with their values; none if it was not evaluated to its end.
         is_stopped: whether the evaluation ended because the time was over.
         seen: the keys of the ops that were evaluated.
         nodes: all values, in program order.
         nonfinite: the first non-finite result of each op that computed non-finite values from finite operands, or NaN
-            from infinite constants, by the id of the op, in program order.
+            from infinite constants, in program order.
+        held: the arrays of the values in `holds`, by id.
     """
 
+    program: Any
+    arrays: Sequence[Any]
+    wide: Any = None
+    region: Callable[[tuple[JaxprEqn, ...]], bool] | None = None
+    entered: frozenset[Id] = frozenset()
     loss_factor: float = 1.0
     clock: Clock = dataclasses.field(default_factory=Clock)
     holds: Collection[Id] = ()
-    entered: frozenset[Id] = frozenset()
-    suspects: tuple[Id, ...] = ()
+    suspects: tuple[Node, ...] = ()
     allowed: int = 0
     is_observed: bool = True
+    results: list[Node] = dataclasses.field(init=False, default_factory=list)
     is_stopped: bool = dataclasses.field(init=False, default=False)
     seen: set[Id] = dataclasses.field(init=False, default_factory=set)
     nodes: list[Node] = dataclasses.field(init=False, default_factory=list)
-    nonfinite: dict[Id, Node] = dataclasses.field(init=False, default_factory=dict)
+    nonfinite: list[Node] = dataclasses.field(init=False, default_factory=list)
+    held: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
     _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _summaries: dict[Id, Summary] = dataclasses.field(init=False, default_factory=dict)
-    _arrays: dict[Id, np.ndarray] = dataclasses.field(init=False, default_factory=dict)
-    _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=dict)  # the iterations of each body
+    _ran: dict[Id, list[Id]] = dataclasses.field(init=False, default_factory=lambda: defaultdict(list))  # iterations
 
     def run(self) -> Self:
         """Runs the program, and follows its values."""
-        while True:
-            self._execute()
-            if not self.is_observed or self.loss_factor != 1:
-                return self
-            self.nodes, self.nonfinite = [], {}
-            with precise(self.wide):
-                args = [self._argument(x, i) for i, x in enumerate(self.arrays)]
-                ends = self._run(self.program, args, Place())
-            self.results = [x._replace(value=y.value) for x, y in zip(ends, self.results, strict=False)]
-            loops = {x.place.key for x in self.nonfinite.values() if isinstance(structure_of(x.eqn), jx.Loop)}
-            if self.is_stopped or loops <= self.entered:
-                return self
-            self.entered |= loops
+        results = self._execute()
+        if not self.is_observed or self.loss_factor != 1:
+            self.results = [Node(summary_of(x), value=x) for x in results]
+            return self
+        names = jx.open_jaxpr(self.program)[0].debug_info.arg_names or ()
+        args = [self._argument(i, *each) for i, each in enumerate(zip(names, self.arrays, strict=True))]
+        ends = self._follow(self.program, args, Place())
+        for node, x in zip(ends, results, strict=False):
+            node.value = x
+        self.results = ends[: len(results)]
+        loops = {x.place.key for x in self.nonfinite if isinstance(structure_of(x.eqn), jx.Loop)}
+        return self if self.is_stopped or loops <= self.entered else self.again(entered=self.entered | loops)
 
     def again(self, **changes: Any) -> Self:
         """Runs the program otherwise."""
         return dataclasses.replace(self, **changes).run()
 
     @property
-    def names(self) -> Any:
-        """The paths of the arguments."""
-        return jx.open_jaxpr(self.program)[0].debug_info.arg_names
-
-    @property
-    def ops(self) -> list[JaxprEqn]:
-        """The equations of the program that hold no others."""
-        return [eqn for *_, eqn in jx.equations_in(self.program) if not jx.inner_jaxprs(eqn)]
-
-    @property
     def is_finite(self) -> bool:
         """Whether all results are finite."""
         return not self.is_stopped and all(x.is_finite for x in self.results)
 
-    def _execute(self) -> None:
-        """Compiles the program, unless another run has done so, and runs it."""
+    def _execute(self) -> list[Any]:
+        """Compiles the program, unless another run has done so, and runs it; returns nothing if the time is over."""
         key, compiled = (self.wide, self.region, self.suspects, self.entered, self.is_observed), self._compiled
-        blocked = self.suspects[self.allowed :]
-        arrays = [_zero_nonfinite(x) if argument_id(i) in blocked else x for i, x in enumerate(self.arrays)]
+        blocked = {x.id for x in self.suspects[self.allowed :]}
+        arrays = [_zero_nonfinite(x) if (*ARGUMENT, i) in blocked else x for i, x in enumerate(self.arrays)]
         compiled["observe"] = self._observe
+
+        def ends() -> list[Any]:
+            program = compiled[key]()
+            results = jax.block_until_ready(program(arrays, np.float32(self.loss_factor), np.int32(self.allowed)))
+            jax.effects_barrier()
+            return results
+
         try:
             if key not in compiled:
                 compiled[key] = functools.cache(self._lowered().compile)
-
-            def ends() -> list[Any]:
-                results = jax.block_until_ready(
-                    compiled[key]()(arrays, np.float32(self.loss_factor), np.int32(self.allowed))
-                )
-                jax.effects_barrier()
-                return results
-
             results = self.clock.wait_for(ends, "the program is compiled as a whole", self.clock.max_seconds)
         except Exception as error:  # the time is over, or what runs in the dtypes of the program does not in others
             self.is_stopped = isinstance(error, TimeoutError) or self.wide is not None
             if not self.is_stopped:
                 raise
-        self.results = [] if self.is_stopped else [Cell(x, Node(summary_of(x))) for x in results]
+        return [] if self.is_stopped else results
 
     def _lowered(self) -> Any:
         """Traces the program."""
-        allowed: Any = 0
 
-        def timed(place: Place, operands: Sequence[Any], compute: Callable[..., Any]) -> Any:
-            self.clock.show("the program is traced as a whole")
-            if self.clock.is_late:
-                raise TimeoutError
-            n, outs = len(place.key), compute(operands)
-            found = [k for k, x in enumerate(self.suspects) if x[:n] == place.key and len(x) == len(place.id)]
-            is_here = [jnp.all(jnp.array(self.suspects[k][n:]) == jnp.array(place.iteration)) for k in found]
-            for k, here in zip(found, is_here, strict=True):
-                outs = [
-                    jnp.where(here & (k >= allowed), _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in outs
-                ]
-            return outs
-
-        def run(arrays: Any, loss_factor: Any, n_allowed: Any) -> list[Any]:
-            nonlocal allowed
-            allowed = n_allowed
-            options: dict[str, Any] = {"region": self.region, "around": timed, "loss_factor": loss_factor}
-            if not self.is_observed:
-                return Evaluation(self.program, arrays, self.wide, **options).run().results
-            observe = lambda *args: self._compiled["observe"](*args)  # noqa: E731  # of the run that is next
-            options |= {"observe": observe, "entered": self.entered}
-            return _Observed(self.program, arrays, self.wide, **options).run().results
+        def run(arrays: Any, loss_factor: Any, allowed: Any) -> list[Any]:
+            options: dict[str, Any] = {"region": self.region, "entered": None if self.wide else self.entered}
+            if self.is_observed:
+                options["observe"] = lambda *args: self._compiled["observe"](*args)  # of the run that is next
+            around = functools.partial(self._changed, loss_factor, allowed)
+            return Evaluation(self.program, arrays, self.wide, around, **options).run().results
 
         with precise(self.wide), np.errstate(over="ignore"):  # of constants
             compiler_options = _OP_BY_OP if self.wide is None else QUICK
             return jax.jit(run, compiler_options=compiler_options).lower(self.arrays, np.float32(1), np.int32(0))
 
+    def _changed(self, loss_factor: Any, allowed: Any, place: Place, operands: Any, compute: Callable) -> Any:
+        """Traces an op, with another loss scale, and zeros in place of the non-finite values of a suspect."""
+        self.clock.show("the program is traced as a whole")
+        if self.clock.is_late:
+            raise TimeoutError
+        outs = compute(operands)
+        for k, suspect in enumerate(self.suspects):
+            if suspect.place.key == place.key:
+                here = jnp.all(jnp.array(suspect.place.iteration) == jnp.array(place.iteration)) & (k >= allowed)
+                outs = [jnp.where(here, _zero_nonfinite(x), x) if jx.is_inexact(x) else x for x in outs]
+        return [x * loss_factor.astype(x.dtype) for x in outs] if applies_loss_scale(place.eqn) else outs
+
     def _observe(self, names: Sequence[Any], body: Id | None, iteration: Sequence[Any], *values: Any) -> None:
         """Is told of values, on the host."""
         iteration = tuple(map(int, iteration))
         if body is not None:
-            self._ran.setdefault(body, []).append(iteration)
+            self._ran[body].append(iteration)
         for (key, index, dtype), value in zip(names, values, strict=True):
             if self.is_stopped or self.clock.is_late:
                 self.is_stopped = True
@@ -413,103 +354,92 @@ class Interpretation(Evaluation):
             x, at = np.asarray(value), (*key, *iteration, *index)
             x = x.view(dtype)[..., 0] if dtype == FLOAT64 else x
             if at in self.holds:
-                self._arrays[at] = np.array(x)
-            if jx.is_inexact(x):
-                is_plain = at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
-                self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
+                self.held[at] = np.array(x)
+            is_plain = jx.is_inexact(x) and at not in self.holds and x.size > 1 and bool(np.isfinite(x).all())
+            self._summaries[at] = Summary(dtype.name, x.shape) if is_plain else summary_of(x)
             if index == (0,):
                 self.seen.add(key)
                 self.clock.tick("ops evaluated")
 
-    def _constant(self, x: Any, is_literal: bool = False) -> Cell:
-        cell = self._track(self._in_dtype(x))
-        cell.node.held, cell.node.is_constant = cell.value, is_literal
-        return cell
+    def _follow(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
+        """Follows the values through the jaxpr at `place`."""
 
-    def _argument(self, x: Any, i: int) -> Cell:
-        cell, cause = self._track(x, (), Place(), argument_id(i)), argument_id(i)
+        def constant(x: Any, is_literal: bool = False) -> Node:
+            return self._add(Node(summary_of(x), value=x, is_constant=is_literal))
+
+        return _evaluate(jaxpr, args, place, self._visit, constant)
+
+    def _argument(self, i: int, name: str, x: Any) -> Node:
+        node = self._add(Node(summary_of(x), Place(), (*ARGUMENT, i), name=name))
         # -inf is often intended, as in a mask.
-        is_bad = not cell.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf))
-        return cell._replace(causes=frozenset({cause} if is_bad else ()))
+        if not node.is_finite and not np.all(np.isfinite(x) | (np.asarray(x) == -np.inf)):
+            node.causes = frozenset({node})
+        return node
 
-    def _renamed(self, x: Cell, place: Place, index: Id) -> Cell:
-        """Returns a value under another name: an argument of a body, or a result of a loop."""
-        cell = self._track(x.value, (), place, index)._replace(causes=x.causes)
-        cell.node.source, cell.node.is_backward = x.node, x.node.is_backward
-        x.node.readers.append(cell.node)
-        return cell
-
-    def _track(
-        self, value: Any, operands: Sequence[Cell] = (), place: Place | None = None, index: Id = (), at: Id = ()
-    ) -> Cell:
-        """Returns the cell of a value that the op at `place`, or a copy, computed from `operands`.
-
-        Args:
-            value: the array, or its type.
-            operands: those that it was computed from.
-            place: of the op.
-            index: of the result.
-            at: the id of the value, if it has no place of its own.
-        """
-        reads, eqns = [x.node for x in operands], place.eqns if place else ()
-        node = Node(Summary(), place, index, reads)
-        at, is_array = at or node.id, not isinstance(value, jax.core.AbstractValue)
-        unknown = Summary(jx.dtype_of(value).name, value.shape) if jx.is_inexact(value) else Summary()
-        node.summary = self._summaries.get(at) or (summary_of(value) if is_array else unknown)
-        node.held = self._arrays.get(at)
-        reads_nothing = bool(eqns) and not eqns[-1].invars  # as an `iota`
-        node.is_constant = reads_nothing or (bool(reads) and all(x.is_constant for x in reads))
-        node.is_backward = any(x.is_backward for x in reads) or jx.direction_of(eqns) == "backward"
+    def _add(self, node: Node) -> Node:
+        """Adds a value, with what the run knows of it, and what follows from those that it was computed from."""
+        node.summary, node.value = self._summaries.get(node.id, node.summary), self.held.get(node.id, node.value)
+        eqns, reads = node.place.eqns if node.place else (), node.parents
+        if node.operands or (eqns and not eqns[-1].invars):  # such as an `iota`
+            node.is_constant = all(x.is_constant for x in node.operands)
+        is_of_backward = node.source is None and jx.direction_of(eqns) == "backward"
+        node.is_backward = is_of_backward or any(x.is_backward for x in reads)
         for x in reads:
             x.readers.append(node)
+        if not node.is_finite:
+            node.causes = frozenset[Node]().union(*(x.causes for x in reads))
         self.nodes.append(node)
-        nonfinite = [] if node.summary.is_finite else [x.causes for x in operands if not x.is_finite]
-        return Cell(value, node, frozenset[Id]().union(*nonfinite))
+        return node
 
-    def _visit(self, operands: list[Cell], place: Place) -> Sequence[Cell]:
+    def _visit(self, operands: list[Node], place: Place) -> Sequence[Node]:
         """Follows the values into an equation, or through an op."""
         match structure_of(place.eqn):
             case jx.Call(jaxpr, inputs, True):
-                return self._run(jaxpr, [operands[i] for i in inputs], place)
+                return self._follow(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches(jaxprs, inputs):
-                for body, jaxpr in ((place.body(k), x) for k, x in enumerate(jaxprs)):
-                    if place.iteration in self._ran.get(body.key, ()):
-                        return self._enter(jaxpr, [operands[i] for i in inputs], body)
-            case jx.Loop() as loop if self._iterations(place):
-                return self._follow(loop, operands, place)
-        return self._apply_checked(operands, place)
+                for k, jaxpr in enumerate(jaxprs):
+                    if place.iteration in self._ran[place.body(k).key]:
+                        return self._enter(jaxpr, [operands[i] for i in inputs], place.body(k))
+            case jx.Loop() as loop:
+                n, body = len(place.iteration), place.body(int(loop.length is None))
+                if ran := dict.fromkeys(x[n] for x in self._ran[body.key] if x[:n] == place.iteration):
+                    return self._follow_loop(loop, operands, place, ran)
+        return self._check(operands, place)
 
-    def _enter(self, jaxpr: Any, args: Sequence[Cell], place: Place) -> list[Cell]:
+    def _enter(self, jaxpr: Any, args: Sequence[Node], place: Place) -> list[Node]:
         """Follows the values through the jaxpr of a loop or a branch."""
-        return self._run(jaxpr, [self._renamed(x, place, argument_id(j)) for j, x in enumerate(args)], place)
+        inner = [self._add(Node(x.summary, place, (*ARGUMENT, j), source=x)) for j, x in enumerate(args)]
+        return self._follow(jaxpr, inner, place)
 
-    def _iterations(self, place: Place) -> list[int]:
-        """Returns the iterations of a loop that are known, in the order in which they ran."""
-        n = len(place.iteration)
-        key = (*place.key, 0 if place.eqn.primitive.name == "scan" else 1)
-        return list(dict.fromkeys(x[n] for x in self._ran.get(key, ()) if x[:n] == place.iteration))
-
-    def _follow(self, loop: jx.Loop, operands: list[Cell], place: Place) -> Sequence[Cell]:
-        """Follows the values through a loop."""
-        carry, ys = operands[loop.carry], dict[int, list[Cell]]()
-        for i in self._iterations(place):
+    def _follow_loop(self, loop: jx.Loop, operands: list[Node], place: Place, ran: Iterable[int]) -> Sequence[Node]:
+        """Follows the values through the iterations of a loop, in the order in which they ran."""
+        carry, ys = operands[loop.carry], dict[int, list[Node]]()
+        for i in ran:
             args = [*operands[loop.consts], *carry, *operands[loop.xs]]
             outs = self._enter(loop.body, args, place.body(int(loop.length is None), i))
             carry, ys[i] = outs[: loop.n_carry], outs[loop.n_carry :]
         columns = enumerate(zip(*(ys[i] for i in sorted(ys)), strict=True), loop.n_carry)
-        stacked = [self._track(place.eqn.outvars[j].aval, x, at=(*place.id, j)) for j, x in columns]
-        return [self._renamed(x, place, (j,)) for j, x in enumerate([*carry, *stacked])]
+        stacked = [self._add(Node(self._summaries.get((*place.id, j), Summary()), operands=x)) for j, x in columns]
+        return [self._add(Node(x.summary, place, (j,), source=x)) for j, x in enumerate([*carry, *stacked])]
 
-    def _apply_checked(self, operands: list[Cell], place: Place) -> list[Cell]:
+    def _check(self, operands: list[Node], place: Place) -> list[Node]:
         """Follows the values through an op, and notes whether it made its results non-finite."""
-        outs = [self._track(x.aval, operands, place, (k,)) for k, x in enumerate(place.eqn.outvars)]
-        if all(out.is_finite for out in outs) or any(x.causes for x in operands if not x.is_finite):
-            return outs
-        reads_nan, gives_nan = (any(x.node.summary.nans for x in cells) for cells in (operands, outs))
-        if not all(x.is_finite for x in operands) and (reads_nan or not gives_nan):
-            return outs
-        self.nonfinite[place.id] = next(x.node for x in outs if not x.is_finite)
-        return [out if out.is_finite else out._replace(causes=frozenset({place.id})) for out in outs]
+        outs = [self._add(Node(summary_of(x.aval), place, (k,), operands)) for k, x in enumerate(place.eqn.outvars)]
+        is_new = all(x.is_finite for x in operands) or any(x.summary.nans for x in outs)
+        found = [x for x in outs if not x.is_finite]
+        if found and is_new and not any(x.causes or x.summary.nans for x in operands):
+            self.nonfinite.append(found[0])
+            for x in found:
+                x.causes = frozenset(found[:1])
+        return outs
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], place: Place, visit: Callable, constant: Callable) -> list[Any]:
+    """Evaluates the jaxpr at `place` by `visit`, which is given the operands and the place of each equation."""
+    indices = itertools.count()
+    apply = lambda eqn, operands: visit(operands, place.of(next(indices), eqn))  # noqa: E731
+    literal = lambda atom: constant(np.asarray(atom.val, jx.dtype_of(atom)), is_literal=True)  # noqa: E731
+    return jx.evaluate(jaxpr, args, apply, constant, literal)
 
 
 def _where(predicate: Any, new: Any, old: Any) -> Any:
@@ -585,8 +515,7 @@ def evaluate_in(wide: Any, eqn: JaxprEqn, operands: Sequence[Any], narrow: Any =
     wider = {x: wide if x == narrow else _wider(x, wide) for x in dtypes if isinstance(x, np.dtype)}
     params = {k: wider.get(x, x) if isinstance(x, np.dtype) else x for k, x in eqn.params.items()}
     try:
-        inner = {name: eqn.params[name] for name in rule.jaxpr_params if eqn.params[name] is not None}
-        params |= {name: jx.retyped(jaxpr, wide) for name, jaxpr in inner.items()}
+        params |= {name: jx.retyped(params[name], wide) for name in rule.jaxpr_params if params[name] is not None}
         if rule.is_product and "precision" in params:
             params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
         with jx.versions.origin_of(eqn):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -56,9 +57,14 @@ class Summary:
 
 
 def summary_of(x: Any) -> Summary:
-    """Returns the summary of an array, by NumPy; an empty one, without a dtype, unless it is floating or complex."""
+    """Returns the summary of an array, by NumPy; an empty one, without a dtype, unless it is floating or complex.
+
+    That of a type has a dtype and a shape.
+    """
     if not jx.is_inexact(x):
         return Summary()
+    if isinstance(x, jax.core.ShapedArray):
+        return Summary(x.dtype.name, x.shape)
     array = np.asarray(x).astype(np.float32) if is_low(x) else np.asarray(x)
     finite = array.real[np.isfinite(array)]
     extremes = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
@@ -106,36 +112,39 @@ class Place(NamedTuple):
         return self._replace(key=(*self.key, jaxpr), iteration=self.iteration if i is None else (*self.iteration, i))
 
 
-def argument_id(i: int) -> Id:
-    """Returns the id of argument `i` of the program, which differs from the id of every equation."""
-    return -1, i
+ARGUMENT: Id = (-1,)  # in the index of an argument, which differs from the index of every equation
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A value of an evaluation in its dataflow. It holds no floating array, so that arrays can be freed.
+    """A value of an evaluation in its dataflow. It holds few arrays, so that others can be freed.
 
     Attributes:
         summary: of its array.
         place: the place of the op that computed it, or of the body that it is an argument of; None for constants.
-        index: which result of the op it is; `argument_id(i)` for an argument of a body.
+        index: which result of the op it is; `(*ARGUMENT, i)` for an argument of a body.
         operands: the values that the op read.
+        name: the path of an argument of the program; empty for others.
         source: the same value outside of the body that it is an argument of, or inside of the loop that returned it.
-        held: the value of constants, integers and flags.
+        value: the array of a constant, of a result of the program, or of what is asked for; else None.
         is_constant: whether it was computed from literals alone.
         is_backward: whether it was computed in a backward pass.
         readers: the values that were computed from it.
+        causes: if it is not finite, the first results of the ops that introduced that, and arguments; empty if it comes
+            from constants alone, or from -inf in an argument.
     """
 
     summary: Summary
     place: Any = None
     index: Id = ()
     operands: Sequence["Node"] = ()
+    name: str = ""
     source: "Node | None" = None
-    held: Any = None
+    value: Any = None
     is_constant: bool = False
     is_backward: bool = False
     readers: list["Node"] = dataclasses.field(default_factory=list)
+    causes: frozenset["Node"] = frozenset()
 
     @property
     def eqn(self) -> Any:
@@ -158,29 +167,14 @@ class Node:
         return bool(self.summary.dtype)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether there are no infinities and no NaNs."""
+        return self.summary.is_finite
+
+    @property
     def parents(self) -> list["Node"]:
         """The values that it was computed from."""
         return [*self.operands, *([self.source] if self.source else [])]
-
-
-class Cell(NamedTuple):
-    """An array and the facts that an evaluation tracks about it.
-
-    Attributes:
-        value: the array.
-        node: the value in the dataflow.
-        causes: the ids of the upstream ops and arguments that introduced its non-finite values; empty if they come
-            from constants alone, or from -inf in an argument.
-    """
-
-    value: Any
-    node: Node
-    causes: frozenset[Id] = frozenset()
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values of the array are finite."""
-        return self.node.summary.is_finite
 
 
 def is_low(x: Any) -> bool:
@@ -226,5 +220,5 @@ def merge_equal(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _constant(x: Node) -> Any:
-    is_scalar = x.is_constant and x.held is not None and np.ndim(x.held) == 0
-    return (str(x.held.dtype), float(np.real(x.held))) if is_scalar and x.is_floating else None
+    is_scalar = x.is_constant and x.value is not None and np.ndim(x.value) == 0
+    return (str(x.value.dtype), float(np.real(x.value))) if is_scalar and x.is_floating else None

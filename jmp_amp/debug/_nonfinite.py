@@ -19,7 +19,7 @@ from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Interpretation, applies_loss_scale
-from jmp_amp.debug._nodes import Id, Node, Summary, argument_id, is_low, merge_equal, nearest, summary_of
+from jmp_amp.debug._nodes import Node, Summary, is_low, merge_equal, nearest
 from jmp_amp.debug._report import as_jit_takes, check_callable
 
 _MOST = 5  # operands in a report
@@ -165,13 +165,11 @@ class NonFinite(jx.Site):
     left_out: str = ""
 
     def __str__(self) -> str:
-        lines = [("operand", str(x)) for x in self.operands]
-        if self.result.dtype and self.primitive != "argument":
-            lines.append(("result", str(self.result)))
-        if self.leaf and not self.module:
-            lines.append(("leaf", f"`{self.leaf}`"))
-        texts = self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
-        lines += zip(("cause", "float32", "cure", "tried", "left out", "guide"), texts, strict=True)
+        result = str(self.result) if self.result.dtype and self.primitive != "argument" else ""
+        leaf = f"`{self.leaf}`" if self.leaf and not self.module else ""
+        texts = result, leaf, self.cause, self.in_float32, self.cure, self.tried, self.left_out, self.guide
+        names = "result", "leaf", "cause", "float32", "cure", "tried", "left out", "guide"
+        lines = [*(("operand", str(x)) for x in self.operands), *zip(names, texts, strict=True)]
         return "\n".join([self._head(), *(_wrapped(f"  {name:<9}{text}") for name, text in lines if text)])
 
     def _head(self) -> str:
@@ -198,23 +196,22 @@ def _wrapped(text: str) -> str:
 
 def _find(evaluation: Interpretation) -> NonFinite | None:
     """Reports what makes the results of a program non-finite; None if they are finite."""
-    if evaluation.run().is_stopped:
-        node = next(iter(evaluation.nonfinite.values()), None)
+    evaluation = evaluation.run()
+    if evaluation.is_stopped:
+        node = next(iter(evaluation.nonfinite), None)
         return _report(evaluation, node, rest="the ops that follow") if node else _unseen(evaluation)
     if evaluation.is_finite:
         return _hidden(evaluation)
     cause = _cause(evaluation)
     if cause is None:
         return _constant(evaluation)
-    if cause in evaluation.nonfinite:
-        return _report(evaluation, evaluation.nonfinite[cause])
-    return _argument(evaluation, cause[1])
+    return _report(evaluation, cause) if cause.eqn else _argument(evaluation, cause)
 
 
 def _unseen(evaluation: Interpretation) -> NonFinite:
     """Reports that the time was over before an op made a value non-finite."""
-    n, n_ops = len(evaluation.seen), len(evaluation.ops)
-    seconds = evaluation.clock.max_seconds
+    n, seconds = len(evaluation.seen), evaluation.clock.max_seconds
+    n_ops = sum(not jx.inner_jaxprs(eqn) for *_, eqn in jx.equations_in(evaluation.program))
     text = f"nothing became non-finite in the {n:,} of {n_ops:,} ops that were evaluated in {seconds:g} s"
     rest = f"the other {n_ops - n:,} ops: pass a larger `max_seconds`"
     return NonFinite(cause=text, guide=_GUIDE + "how-to-read-the-report", left_out=rest)
@@ -222,24 +219,24 @@ def _unseen(evaluation: Interpretation) -> NonFinite:
 
 def _constant(evaluation: Interpretation) -> NonFinite:
     """Reports that a constant made the results non-finite."""
-    result = next(x.node.summary for x in evaluation.results if not x.is_finite)
+    result = next(x.summary for x in evaluation.results if not x.is_finite)
     text = "search the code for `jnp.inf` and `jnp.nan`"
     return NonFinite(primitive="constant", result=result, cause=text, guide=_OF_ARGUMENTS)
 
 
-def _argument(evaluation: Interpretation, i: int) -> NonFinite:
+def _argument(evaluation: Interpretation, node: Node) -> NonFinite:
     """Reports an argument that is not finite."""
-    array, name = evaluation.arrays[i], evaluation.names[i]
-    index = tuple(np.argwhere(~np.isfinite(np.asarray(array)))[0].tolist())
-    text = f"`{name}{[*index] if index else ''}` is {np.asarray(array)[index]}"
-    return NonFinite(primitive="argument", source=name, result=summary_of(array), cause=text, guide=_OF_ARGUMENTS)
+    array = np.asarray(evaluation.arrays[node.index[-1]])
+    index = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
+    text = f"`{node.name}{[*index] if index else ''}` is {array[index]}"
+    return NonFinite(primitive="argument", source=node.name, result=node.summary, cause=text, guide=_OF_ARGUMENTS)
 
 
 def _hidden(evaluation: Interpretation) -> NonFinite | None:
     """Reports an overflow that a later op hides, if the results in float64 are others."""
-    for node in evaluation.nonfinite.values():
+    for node in evaluation.nonfinite:
         hider = _hider(evaluation, node)
-        if hider is None or not node.summary.infs or not all(x.summary.is_finite for x in node.operands):
+        if hider is None or not node.summary.infs or not all(x.is_finite for x in node.operands):
             continue
         holds = {node.id, hider.id}
         exact = evaluation.again(wide=FLOAT64, holds=holds)
@@ -248,7 +245,9 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
             return _report(evaluation, node, hider, "the program in float64")
         if not any(_differ(x.value, y.value) for x, y in zip(traced.results, exact.results, strict=True)):
             return None
-        (result, kept), (exact_result, exact_kept) = ([_held(x, y) for y in (node, hider)] for x in (traced, exact))
+        # In float64, another branch may run.
+        held = ([run.held.get(x.id, np.array(np.nan)) for x in (node, hider)] for run in (traced, exact))
+        (result, kept), (exact_result, exact_kept) = held
         if (np.isinf(result) & np.isfinite(exact_result)).any() and _differ(kept, exact_kept):
             return _report(evaluation, node, hider)
     return None
@@ -256,12 +255,8 @@ def _hidden(evaluation: Interpretation) -> NonFinite | None:
 
 def _hider(evaluation: Interpretation, node: Node) -> Node | None:
     """Returns the first op that computes finite values from the non-finite ones of a node."""
-    found = nearest([node], lambda x: [] if x.summary.is_finite else x.readers)
-    return next((x for x in evaluation.nodes if x in found and x.summary.is_finite and x.eqn), None)
-
-
-def _held(evaluation: Interpretation, node: Node) -> np.ndarray:
-    return next(np.asarray(x.held) for x in evaluation.nodes if x.id == node.id)
+    found = nearest([node], lambda x: [] if x.is_finite else x.readers)
+    return next((x for x in evaluation.nodes if x in found and x.is_finite and x.eqn), None)
 
 
 def _differ(x: Any, exact: Any) -> bool:
@@ -275,17 +270,16 @@ def _differ(x: Any, exact: Any) -> bool:
     return not np.allclose(x[known], exact[known], 0.1, slack)
 
 
-def _cause(evaluation: Interpretation) -> Id | None:
-    """Returns the id of the op or the argument that made the results non-finite; None if constants did."""
-    arguments = {argument_id(i): x for i, x in enumerate(evaluation.arrays)}
-    reaches_result = frozenset[Id]().union(*(x.causes for x in evaluation.results))
-    candidates = [cause for cause in (*arguments, *evaluation.nonfinite) if cause in reaches_result]
-    if candidates:
-        suspects = tuple(candidates)
+def _cause(evaluation: Interpretation) -> Node | None:
+    """Returns the result of an op or the argument that made the results non-finite; None if constants did."""
+    arguments = evaluation.nodes[: len(evaluation.arrays)]
+    reaches_result = frozenset[Node]().union(*(x.causes for x in evaluation.results))
+    suspects = tuple(x for x in (*arguments, *evaluation.nonfinite) if x in reaches_result)
+    if suspects:
         is_harmful = lambda n: not evaluation.again(suspects=suspects, allowed=n, is_observed=False).is_finite  # noqa: E731
-        return candidates[bisect.bisect_left(range(1, len(candidates)), True, key=is_harmful)]
+        return suspects[bisect.bisect_left(range(1, len(suspects)), True, key=is_harmful)]
     # All infinities were considered intended, so one of them is the cause.
-    return next((cause for cause, x in arguments.items() if not summary_of(x).is_finite), None)
+    return next((x for x in arguments if not x.is_finite), None)
 
 
 def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, rest: str = "") -> NonFinite:
@@ -299,8 +293,8 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     """
     evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
-    results = [merged[x.node] for x in evaluation.results]
-    cause = diagnose_op(evaluation.names, merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    results = [merged[x] for x in evaluation.results]
+    cause = diagnose_op(merged[node], _is_primal(merged[node], results, evaluation.nodes))
     operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
@@ -323,7 +317,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
         result=node.summary,
         cause=cause.text,
         guide=_GUIDE + ("an-overflow-that-a-later-op-hides" if hider else cause.section),
-        leaf=_leaf(evaluation, node),
+        leaf=_leaf(node),
         hidden_by=f"`{hider.primitive}` {hider.place.site.where}" if hider else "",
         **found,
     )
@@ -367,22 +361,30 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
 
     A line that is not enough is tried together with that of the next fault.
     """
-    finite_in_float32, sentence, exact = _in_float32(evaluation, node)
-    found: dict[str, Any] = {"finite_in_float32": finite_in_float32, "in_float32": sentence}
-    sources = dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))
-    waiting = [[line] for line in sources] if finite_in_float32 else []
+    atoms = (atom for *_, eqn in jx.equations_in(evaluation.program) for atom in (*eqn.invars, *eqn.outvars))
+    if not any(map(is_low, atoms)):
+        text = "the program computes nothing in low precision: precision is not the cause"
+        return {"finite_in_float32": False, "in_float32": text}
+    constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
+    if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
+        return {}  # the constant of the code is not known
+    wide = evaluation.again(wide=FLOAT32, is_observed=False)
+    if not wide.is_finite:
+        return _not_finite(wide.again(is_observed=True), node)
+    text = "in float32 all results are finite: precision is the cause"
+    found: dict[str, Any] = {"finite_in_float32": True, "in_float32": text}
+    waiting = [[x] for x in dict.fromkeys(place.site.source for place in (cause.place or node.place, node.place))]
     while waiting:
         lines = waiting.pop(0)
         numbers = {x.partition(" (")[0] for x in lines}  # without the function: a lambda is one of its own
         region = functools.cache(lambda eqns, numbers=numbers: jx.site_of(eqns).source.partition(" (")[0] in numbers)
-        run = evaluation.again(wide=FLOAT32, region=region, is_observed=False)
-        arrays = [np.asarray(x.value) for x in run.results if x.node.is_floating]
-        if (error := _error(arrays, exact)) < 0.1:
+        run = wide.again(region=region)
+        if (error := _error(run.results, wide.results)) < 0.1:
             text = "`with amp.full_precision():` if autocast chose the dtype, `.astype(jnp.float32)` if the code did"
             cure = f"compute {' and '.join(lines)} in float32: {text}"
             return found | {"cure": cure, "tried": f"finite, within {error:.0e} of float32"}
         run = run.again(is_observed=not run.is_stopped)
-        others = [x for x in (x.place.site.source for x in run.nonfinite.values()) if x not in lines]
+        others = [x for x in (x.place.site.source for x in run.nonfinite) if x not in lines]
         if run.is_stopped:
             found["left_out"] = "lines in float32: the time was over"
         elif len(lines) == 1 and others:
@@ -390,38 +392,29 @@ def _tried(evaluation: Interpretation, node: Node, cause: Cause) -> dict[str, An
     return found
 
 
+def _not_finite(wide: Interpretation, node: Node) -> dict[str, Any]:
+    """Returns what is to be said of a program that is not finite in float32 either, as fields of a `NonFinite`."""
+    other = None if wide.is_stopped else _cause(wide)
+    if other is None or not other.eqn or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
+        return {}
+    same = (other.place.key, other.index) == (node.place.key, node.index)
+    kind = "NaN" if other.summary.nans else "inf"
+    op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
+    text = f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause"
+    return {"finite_in_float32": False, "in_float32": text}
+
+
 @np.errstate(all="ignore")
-def _error(arrays: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
-    """Returns the relative error of arrays, by their norms, and at least that of float32; infinite if not finite."""
-    flat, exact_flat = (np.concatenate([np.zeros(1), *(np.ravel(x) for x in y)]) for y in (arrays, exact))
+def _error(results: Sequence[Node], exact: Sequence[Node]) -> float:
+    """Returns the relative error of results, by their norms, and at least that of float32; infinite if not finite."""
+    arrays = ([np.ravel(np.asarray(x.value)) for x in nodes if x.is_floating] for nodes in (results, exact))
+    flat, exact_flat = (np.concatenate([np.zeros(1), *x]) for x in arrays)
     norm = max(float(np.linalg.norm(exact_flat)), float(jnp.finfo(jnp.float32).tiny))  # what is smaller may be 0
     error = float(np.linalg.norm(flat - exact_flat)) / norm
     return max(error, 1e-7) if np.isfinite(flat).all() else math.inf
 
 
-def _in_float32(evaluation: Interpretation, node: Node) -> tuple[bool | None, str, list[Any]]:
-    """Returns whether all results are finite in float32, a sentence, and these; None if the program does not run so."""
-    if not any(is_low(atom) for eqn in evaluation.ops for atom in (*eqn.invars, *eqn.outvars)):
-        return False, "the program computes nothing in low precision: precision is not the cause", []
-    constants = (x.summary for x in nearest(node.operands) if x.is_constant and x.summary.infs)
-    if any(x.summary.infs for x in node.operands) and any(jnp.finfo(x.dtype).bits < 32 for x in constants):
-        return None, "", []  # the constant of the code is not known
-    wide = evaluation.again(wide=FLOAT32, is_observed=False)
-    if wide.is_finite:
-        results = [np.asarray(x.value) for x in wide.results if x.node.is_floating]
-        return True, "in float32 all results are finite: precision is the cause", results
-    wide = wide.again(is_observed=True)
-    other = wide.nonfinite.get(_cause(wide) or ())
-    if wide.is_stopped or other is None or jx.inner_jaxprs(other.eqn):  # one that ran as it was traced
-        return None, "", []
-    same = (other.place.key, other.index) == (node.place.key, node.index)
-    kind = "NaN" if other.summary.nans else "inf"
-    op = "the same op" if same else f"`{other.primitive}` {other.place.site.where}"
-    return False, f"in float32 {op} gives {kind}: precision is not the {'' if same else 'only '}cause", []
-
-
-def _leaf(evaluation: Interpretation, node: Node) -> str:
+def _leaf(node: Node) -> str:
     """Returns the nearest leaf of an argument that a value was computed from; empty if there is none."""
-    read = (x.index[1] for x in nearest([node]) if x.is_floating and x.place and not x.place.eqns)
-    names = (evaluation.names[i] for i in read)
+    names = (x.name for x in nearest([node]) if x.is_floating)
     return next((x for x in names if x.endswith("]") or "." in x), "")

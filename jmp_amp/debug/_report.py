@@ -3,7 +3,6 @@
 import html
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,10 +63,10 @@ def flat_on_host(x: Any) -> np.ndarray:
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     """Returns items by their keys, in the order in which they come."""
-    groups = defaultdict[Any, list[T]](list)
+    groups = dict[Any, list[T]]()
     for item in items:
-        groups[key(item)].append(item)
-    return dict(groups)
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def format_table(rows: Iterable[Sequence[str]], align_right: bool = True) -> str:

@@ -699,6 +699,14 @@ def test_an_overflow_that_a_division_hides_is_named_with_its_hider():
     assert first_nonfinite(model)(np.float16([3, 4])) is None
 
 
+def test_a_hidden_overflow_in_a_branch_that_does_not_run_in_float64_is_not_reported():
+    def model(x):
+        grows = F16(1) + 0 * x[0] + F16(1e-4) > F16(1)
+        return lax.cond(grows, jnp.ones_like, lambda x: 1 / (x * x), x)
+
+    assert first_nonfinite(model)(np.float16([300, 400])) is None
+
+
 @pytest.mark.parametrize("n", range(1, 40, 2))
 def test_a_hidden_overflow_is_reported_if_there_is_no_time_to_tell_whether_it_matters(n, monkeypatch):
     def model(x):
