@@ -10,6 +10,7 @@ from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, listed
+from jmp_amp._loss_scale._gradients import is_frozen
 from jmp_amp._loss_scale._rule import NEVER, LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._scaled_grads import note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
@@ -155,7 +156,8 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or masters are
+            the remainders of a checkpoint of `low_precision_params(remainder=True)`, read as numbers; or the last two
             steps overflowed and the scale is at most `min_scale`, so that a lower one is needed, or loss scaling is not
             the cause; or the last `max_skips` steps overflowed. The message names the leaves that are not finite, and
             contains the history of the scale and a cure.
@@ -191,6 +193,12 @@ def check_health(
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
+    elif any(_are_remainders(masters, params) for masters in _masters_in(opt_state)):
+        fact = "the masters of parameters in the state are their remainders, of a run with `remainder=True`"
+        cure = (
+            "restore the checkpoint in the form that it was saved in; or cast the masters of bfloat16 parameters to "
+            "uint16, and write `state._replace(masters=masters).with_float32(params)`"
+        )
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
         cure = _CURE if (state.hysteresis_tracker == NEVER).all() else f"{_FLOOR_CURE}; if it is not, {_CURE}"
@@ -215,6 +223,34 @@ _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"
 )
+
+
+def _masters_in(opt_state: Any) -> list[Any]:
+    """Returns the masters of each `LowPrecisionParamsState` in a state."""
+
+    def has_masters(x: Any) -> bool:
+        return "masters" in getattr(x, "_fields", ())
+
+    return [x.masters for x in jax.tree.leaves(opt_state, is_leaf=has_masters) if has_masters(x)]
+
+
+def _are_remainders(masters: Any, params: Any) -> bool:
+    """Whether masters are whole numbers from 0 to 65535, as remainders are that were restored as float32.
+
+    Masters may be whole numbers. They may be far from parameters that the user has changed. But as they start from
+    bfloat16, those that bfloat16 does not hold have been updated, and then they are not all whole.
+    """
+    held, leaves = (jax.tree.leaves(tree, is_leaf=is_frozen) for tree in (masters, params))
+    if len(held) != len(leaves):  # a model may have more leaves than those that are trained
+        return False
+    pairs = [(m, p) for m, p in zip(held, leaves, strict=True) if getattr(p, "dtype", None) == jnp.bfloat16]
+    pairs = [(m, p.astype(m.dtype)) for m, p in pairs if is_inexact(m) and jnp.shape(m) == p.shape]
+
+    def is_far(m: Any, p: Any) -> Any:
+        return (jnp.abs(p) < m / 2) & (m != m.astype(jnp.bfloat16).astype(m.dtype))
+
+    are_whole = all(jnp.all((m == jnp.floor(m)) & (m >= 0) & (m < 2**16)) for m, _ in pairs)
+    return are_whole and any(jnp.any(is_far(m, p)) for m, p in pairs)
 
 
 def count_nonfinite(tree: Any) -> Any:
