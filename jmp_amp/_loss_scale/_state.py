@@ -187,13 +187,14 @@ def check_health(
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
     wrapper = next((x for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
     flags = None if wrapper is None else wrapper.nonfinite_leaves
+    nodes = jax.tree.leaves(opt_state, is_leaf=_has_masters)
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
-    elif any(_are_remainders(masters, params) for masters in _masters_in(opt_state)):
+    elif any(_are_remainders(x.masters, params) for x in nodes if _has_masters(x)):
         fact = "the masters of parameters in the state are their remainders, of a run with `remainder=True`"
         cure = (
             "restore the checkpoint in the form that it was saved in; or cast the masters of bfloat16 parameters to "
@@ -225,13 +226,9 @@ _CURE = (
 )
 
 
-def _masters_in(opt_state: Any) -> list[Any]:
-    """Returns the masters of each `LowPrecisionParamsState` in a state."""
-
-    def has_masters(x: Any) -> bool:
-        return "masters" in getattr(x, "_fields", ())
-
-    return [x.masters for x in jax.tree.leaves(opt_state, is_leaf=has_masters) if has_masters(x)]
+def _has_masters(x: Any) -> bool:
+    """Whether a node is the state of `low_precision_params`, which stands above this package."""
+    return "masters" in getattr(x, "_fields", ())
 
 
 def _are_remainders(masters: Any, params: Any) -> bool:
@@ -240,10 +237,8 @@ def _are_remainders(masters: Any, params: Any) -> bool:
     Masters may be whole numbers. They may be far from parameters that the user has changed. But as they start from
     bfloat16, those that bfloat16 does not hold have been updated, and then they are not all whole.
     """
-    held, leaves = (jax.tree.leaves(tree, is_leaf=is_frozen) for tree in (masters, params))
-    if len(held) != len(leaves):  # a model may have more leaves than those that are trained
-        return False
-    pairs = [(m, p) for m, p in zip(held, leaves, strict=True) if getattr(p, "dtype", None) == jnp.bfloat16]
+    leaves = zip(*(jax.tree.leaves(tree, is_leaf=is_frozen) for tree in (masters, params)), strict=False)
+    pairs = [(m, p) for m, p in leaves if getattr(p, "dtype", None) == jnp.bfloat16]
     pairs = [(m, p.astype(m.dtype)) for m, p in pairs if is_inexact(m) and jnp.shape(m) == p.shape]
 
     def is_far(m: Any, p: Any) -> Any:
