@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
@@ -240,12 +241,8 @@ def _are_remainders(masters: Any, params: Any) -> bool:
     leaves = zip(*(jax.tree.leaves(tree, is_leaf=is_frozen) for tree in (masters, params)), strict=False)
     pairs = [(m, p) for m, p in leaves if getattr(p, "dtype", None) == jnp.bfloat16]
     pairs = [(m, p.astype(m.dtype)) for m, p in pairs if is_inexact(m) and jnp.shape(m) == p.shape]
-
-    def is_far(m: Any, p: Any) -> Any:
-        return (jnp.abs(p) < m / 2) & (m != m.astype(jnp.bfloat16).astype(m.dtype))
-
     are_whole = all(jnp.all((m == jnp.floor(m)) & (m >= 0) & (m < 2**16)) for m, _ in pairs)
-    return are_whole and any(jnp.any(is_far(m, p)) for m, p in pairs)
+    return are_whole and any(jnp.any((jnp.abs(p) < m / 2) & (m != lax.reduce_precision(m, 8, 7))) for m, p in pairs)
 
 
 def count_nonfinite(tree: Any) -> Any:

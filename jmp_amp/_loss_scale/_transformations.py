@@ -14,7 +14,6 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._gradients import EQUAL_SCALE, NO_SCALE, OTHER_SCALE
 from jmp_amp._loss_scale._rule import LossScale, LossScaleState, check_rule, checked_scale, to_flag, to_number
 from jmp_amp._trees import is_value
 
@@ -263,8 +262,8 @@ def _checked_factor(grads: Any, state: Any, params: Any, rule: LossScale, given:
     is_own, is_one = given is None, rule.is_static and rule.init_scale == 1
     may_be = "equal" if is_shared or not is_own else ""
     scale = checked_scale(state.loss_scale if is_own else given, grads, params, _MOVE_INSIDE, rule, may_be)
-    mark = NO_SCALE if is_one else EQUAL_SCALE if is_shared else OTHER_SCALE
-    with jx.marked(mark if is_own else OTHER_SCALE):
+    mark = _gradients.NO_SCALE if is_one else _gradients.EQUAL_SCALE if is_shared else _gradients.OTHER_SCALE
+    with jx.marked(mark if is_own else _gradients.OTHER_SCALE):
         return 1 / scale
 
 
