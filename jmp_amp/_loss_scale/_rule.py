@@ -322,20 +322,19 @@ def checked_scale(source: Any, grads: Any, params: Any, cure: str, rule: Any = N
     Raises ValueError, or warns, if they are not those of a loss that was multiplied by it.
 
     Args:
-        source: the `LossScaleState` of `rule`, or the scale.
+        source: the `LossScaleState` of `rule`, or, without a rule, the scale.
         grads: the gradients.
         params: as in `check_scaled`, as are `cure` and `may_be`; the scale of a static rule may be a number.
         cure: likewise.
         rule: that of the state.
         may_be: likewise.
     """
+    scale = to_scale(source) if rule is None else source.loss_scale
     warn_if_constant(source, grads)
-    is_state = isinstance(source, LossScaleState)
-    is_static = rule is not None and is_state and rule.is_static
-    scale = source.loss_scale if is_state else source
-    is_one = is_static and rule.init_scale == 1
-    check_scaled(grads, 1.0 if is_one else scale, params, cure, "number" if is_static else may_be)
-    return scale if is_state else to_scale(scale)
+    is_static = rule is not None and rule.is_static
+    checked = 1.0 if is_static and rule.init_scale == 1 else source if rule is None else scale
+    check_scaled(grads, checked, params, cure, "number" if is_static else may_be)
+    return scale
 
 
 def to_number(name: str, value: Any) -> float:

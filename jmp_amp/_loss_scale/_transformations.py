@@ -261,7 +261,8 @@ def _checked_factor(grads: Any, state: Any, params: Any, rule: LossScale, given:
         _gradients.check_leaves(grads, params)
     is_own, is_one = given is None, rule.is_static and rule.init_scale == 1
     may_be = "equal" if is_shared or not is_own else ""
-    scale = checked_scale(state.loss_scale if is_own else given, grads, params, _MOVE_INSIDE, rule, may_be)
+    source, its_rule = (state.loss_scale, rule) if is_own else (given, None)
+    scale = checked_scale(source, grads, params, _MOVE_INSIDE, its_rule, may_be)
     mark = _gradients.NO_SCALE if is_one else _gradients.EQUAL_SCALE if is_shared else _gradients.OTHER_SCALE
     with jx.marked(mark if is_own else _gradients.OTHER_SCALE):
         return 1 / scale
