@@ -186,9 +186,7 @@ def parse_format(value: Any) -> Format:
     Raises:
         ValueError: autocast does not compute in it.
     """
-    if isinstance(value, str) and value in FORMATS:
-        return FORMATS[value]
-    name = str(value)
+    name = str(value)  # that of a format is no dtype
     with contextlib.suppress(ValueError):
         name = parse_dtype(value).name
     if name not in FORMATS:

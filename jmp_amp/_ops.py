@@ -586,12 +586,12 @@ class EqnInfo(NamedTuple):
     eqn: JaxprEqn
     rule: Rule
     structure: jx.Structure | None
-    operands: tuple[Var, ...]
-    sources: tuple[Var | None, ...]
-    between: int | None
-    related: int
-    is_fraction: bool
-    token: object | None
+    operands: tuple[Var, ...] = ()
+    sources: tuple[Var | None, ...] = ()
+    between: int | None = None
+    related: int = 0
+    is_fraction: bool = False
+    token: object | None = None
 
     @property
     def program(self) -> jx.Structure | None:

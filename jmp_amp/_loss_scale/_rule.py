@@ -176,8 +176,8 @@ class LossScale:
         """
         from pallas_kernels import unscale_check
 
-        check_grads_of(state, tree, None, "move it behind `LossScale.unscale`", self, may_be="number")
-        leaves, factor = without_overwritten(tree), 1 / state.loss_scale
+        scale = checked_scale(state, tree, None, "move it behind `LossScale.unscale`", self, may_be="number")
+        leaves, factor = without_overwritten(tree), 1 / scale
         with jx.marked(UNSCALE):
             unscaled_grads, is_finite, _ = unscale_check(leaves, factor, implementation=implementation)
         return with_overwritten(tree, unscaled_grads), is_finite
@@ -316,21 +316,25 @@ def warn_if_constant(source: Any, traced: Any) -> None:
         )
 
 
-def check_grads_of(source: Any, grads: Any, params: Any, cure: str, rule: Any = None, may_be: str = "") -> None:
-    """Raises ValueError, or warns, if gradients are not those of a loss that was multiplied by a scale.
+def checked_scale(source: Any, grads: Any, params: Any, cure: str, rule: Any = None, may_be: str = "") -> jax.Array:
+    """Returns the scale that divides gradients, as float32[].
+
+    Raises ValueError, or warns, if they are not those of a loss that was multiplied by it.
 
     Args:
-        source: the `LossScaleState` of `rule`, or the scale.
+        source: the `LossScaleState` of `rule`, or, without a rule, the scale.
         grads: the gradients.
         params: as in `check_scaled`, as are `cure` and `may_be`; the scale of a static rule may be a number.
         cure: likewise.
         rule: that of the state.
         may_be: likewise.
     """
+    scale = to_scale(source) if rule is None else source.loss_scale
     warn_if_constant(source, grads)
-    is_static = rule is not None and isinstance(source, LossScaleState) and rule.is_static
-    scale = 1.0 if is_static and rule.init_scale == 1 else getattr(source, "loss_scale", source)
-    check_scaled(grads, scale, params, cure, "number" if is_static else may_be)
+    is_static = rule is not None and rule.is_static
+    checked = 1.0 if is_static and rule.init_scale == 1 else source if rule is None else scale
+    check_scaled(grads, checked, params, cure, "number" if is_static else may_be)
+    return scale
 
 
 def to_number(name: str, value: Any) -> float:

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, listed
+from jmp_amp._loss_scale._gradients import is_frozen
 from jmp_amp._loss_scale._rule import NEVER, LossScaleState, is_concrete, is_scale, to_number
 from jmp_amp._loss_scale._scaled_grads import note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
@@ -155,7 +157,8 @@ def check_health(
             row.
 
     Raises:
-        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or the last two
+        LossScaleError: the loss scale is not between 2^-126 and 2^126; or parameters are not finite; or masters are
+            the remainders of a checkpoint of `low_precision_params(remainder=True)`, read as numbers; or the last two
             steps overflowed and the scale is at most `min_scale`, so that a lower one is needed, or loss scaling is not
             the cause; or the last `max_skips` steps overflowed. The message names the leaves that are not finite, and
             contains the history of the scale and a cure.
@@ -185,12 +188,19 @@ def check_health(
     consecutive_skips, cure = state.notfinite_count.max(), _CURE
     wrapper = next((x for _, x in _nodes(opt_state, DynamicLossScaleState)), None)
     flags = None if wrapper is None else wrapper.nonfinite_leaves
+    nodes = jax.tree.leaves(opt_state, is_leaf=_has_masters)
     if not is_scale(state.loss_scale).all():
         fact = "the loss scale in the state is not between 2^-126 and 2^126"
         cure = "call `amp.set_loss_scale(opt_state, 2.0**16)`, and check the code that created or loaded the state"
     elif description := describe_nonfinite(count_nonfinite(params), params):
         fact = f"parameters are not finite: {description}"
         cure = "restore the last checkpoint, and check which transformation returns non-finite updates"
+    elif any(_are_remainders(x.masters, params) for x in nodes if _has_masters(x)):
+        fact = "the masters of parameters in the state are their remainders, of a run with `remainder=True`"
+        cure = (
+            "restore the checkpoint in the form that it was saved in; or cast the masters of bfloat16 parameters to "
+            "uint16, and write `state._replace(masters=masters).with_float32(params)`"
+        )
     elif ((state.notfinite_count > 1) & (state.loss_scale <= min_scale)).any():
         fact = "the gradients overflow although the loss scale is at its minimum"
         cure = _CURE if (state.hysteresis_tracker == NEVER).all() else f"{_FLOOR_CURE}; if it is not, {_CURE}"
@@ -215,6 +225,24 @@ _CURE = (
     "check for non-finite inputs or parameters, a division by zero, the logarithm of zero, or a value outside the "
     "range of the compute dtype; run the affected code under `amp.full_precision()`"
 )
+
+
+def _has_masters(x: Any) -> bool:
+    """Whether a node is the state of `low_precision_params`, which stands above this package."""
+    return "masters" in getattr(x, "_fields", ())
+
+
+def _are_remainders(masters: Any, params: Any) -> bool:
+    """Whether masters are whole numbers from 0 to 65535, as remainders are that were restored as float32.
+
+    Masters may be whole numbers. They may be far from parameters that the user has changed. But as they start from
+    bfloat16, those that bfloat16 does not hold have been updated, and then they are not all whole.
+    """
+    leaves = zip(*(jax.tree.leaves(tree, is_leaf=is_frozen) for tree in (masters, params)), strict=False)
+    pairs = [(m, p) for m, p in leaves if getattr(p, "dtype", None) == jnp.bfloat16]
+    pairs = [(m, p.astype(m.dtype)) for m, p in pairs if is_inexact(m) and jnp.shape(m) == p.shape]
+    are_whole = all(jnp.all((m == jnp.floor(m)) & (m >= 0) & (m < 2**16)) for m, _ in pairs)
+    return are_whole and any(jnp.any((jnp.abs(p) < m / 2) & (m != lax.reduce_precision(m, 8, 7))) for m, p in pairs)
 
 
 def count_nonfinite(tree: Any) -> Any:

@@ -14,16 +14,7 @@ from jax.tree_util import keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_type, describe, quote, with_inner_state
 from jmp_amp._loss_scale import _gradients
-from jmp_amp._loss_scale._gradients import EQUAL_SCALE, NO_SCALE, OTHER_SCALE
-from jmp_amp._loss_scale._rule import (
-    LossScale,
-    LossScaleState,
-    check_grads_of,
-    check_rule,
-    to_flag,
-    to_number,
-    to_scale,
-)
+from jmp_amp._loss_scale._rule import LossScale, LossScaleState, check_rule, checked_scale, to_flag, to_number
 from jmp_amp._trees import is_value
 
 
@@ -98,8 +89,8 @@ def unscale_and_check(
                 "`tx.update(grads, state, params, loss_scale=scale)`, with `loss_scale=1.0` for gradients that are not "
                 "scaled, or wrap the whole optimizer in `amp.dynamic_loss_scale(...)`, whose state holds the scale"
             )
-        check_grads_of(loss_scale, updates, params, "move it behind `unscale_and_check()`", may_be="number")
-        factor = 1 / to_scale(loss_scale)
+        cure = "move it behind `unscale_and_check()`"
+        factor = 1 / checked_scale(loss_scale, updates, params, cure, may_be="number")
         is_finite, *_ = _gradients.check_grads(updates, factor, axis_name, implementation)
         unscaled_grads = _zeros_unless(is_finite, _gradients.unscale(updates, factor))
         unscaled_grads = _gradients.with_overwritten(updates, jax.tree.leaves(unscaled_grads))
@@ -270,10 +261,11 @@ def _checked_factor(grads: Any, state: Any, params: Any, rule: LossScale, given:
         _gradients.check_leaves(grads, params)
     is_own, is_one = given is None, rule.is_static and rule.init_scale == 1
     may_be = "equal" if is_shared or not is_own else ""
-    check_grads_of(state.loss_scale if is_own else given, grads, params, _MOVE_INSIDE, rule, may_be)
-    mark = NO_SCALE if is_one else EQUAL_SCALE if is_shared else OTHER_SCALE
-    with jx.marked(mark if is_own else OTHER_SCALE):
-        return 1 / (state.loss_scale.loss_scale if is_own else to_scale(given))
+    source, its_rule = (state.loss_scale, rule) if is_own else (given, None)
+    scale = checked_scale(source, grads, params, _MOVE_INSIDE, its_rule, may_be)
+    mark = _gradients.NO_SCALE if is_one else _gradients.EQUAL_SCALE if is_shared else _gradients.OTHER_SCALE
+    with jx.marked(mark if is_own else _gradients.OTHER_SCALE):
+        return 1 / scale
 
 
 _MOVE_INSIDE = (

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._ops import ResultKind, Rule, rule_of
+from jmp_amp._ops import EqnInfo, ResultKind, Rule, rule_of
 
 _DATA = -1  # in the place of the number of a leaf: gradients, parameters and other arguments
 
@@ -33,14 +33,7 @@ class Fact(NamedTuple):
     sign: int | None = None
 
 
-class _Equation(NamedTuple):
-    eqn: Any
-    program: Any
-    is_identity: bool = False
-    token: None = None
-
-
-class _Facts(jx.Forward[_Equation, Fact]):
+class _Facts(jx.Forward[EqnInfo, Fact]):
     """Finds the facts, and collects the leaves whose difference is read where its relative error matters.
 
     Attributes:
@@ -51,7 +44,7 @@ class _Facts(jx.Forward[_Equation, Fact]):
     bottom = Fact()
 
     def __init__(self) -> None:
-        super().__init__(lambda jaxpr: [_Equation(eqn, jx.structure_of(eqn)) for eqn in jaxpr.eqns])
+        super().__init__(lambda jaxpr: [EqnInfo(eqn, rule_of(eqn), jx.structure_of(eqn)) for eqn in jaxpr.eqns])
         self.subtracted, self.pairs = set[int](), set[tuple[frozenset[int], ...]]()
 
     @staticmethod
@@ -65,13 +58,13 @@ class _Facts(jx.Forward[_Equation, Fact]):
         x = np.asarray(x).item()
         return Fact(is_positive=not isinstance(x, complex) and x >= 0, constant=x)
 
-    def transfer(self, equation: _Equation, operands: Sequence[Fact]) -> Sequence[Fact]:
-        eqn, rule = equation.eqn, rule_of(equation.eqn)
+    def transfer(self, info: EqnInfo, operands: Sequence[Fact]) -> Sequence[Fact]:
+        eqn, rule = info.eqn, info.rule
         read = frozenset[int]().union(*(fact.read for fact in operands))
         differences = frozenset[int]().union(*(fact.differences for fact in operands))
         for fact in _sensitive(eqn, rule, operands):
             self.subtracted |= fact.differences
-        is_of_elements = eqn.outvars[0].aval.shape != ()  # rounding errors of a total are few
+        is_of_elements = jx.shape_of(eqn.outvars[0]) != ()  # rounding errors of a total are few
         if rule.kind is ResultKind.DIFFERENCE and is_of_elements and all(fact.read for fact in operands):
             differences |= read
             self.pairs |= set(itertools.permutations(fact.read for fact in operands))

@@ -98,3 +98,17 @@ def test_a_checkpoint_of_masters_is_none_of_remainders_nor_the_reverse(saved, li
     if saved == "remainders":
         with pytest.raises(ValueError, match=r"remainders of bfloat16 .* uint16, got float32; .*`with_float32`"):
             jax.jit(tx.update)(PARAMS, cast, PARAMS)
+
+
+def test_an_old_checkpoint_of_remainders_is_found_before_the_first_step(tmp_path):
+    forms = {name: amp.low_precision_params(ADAM, remainder=remainder) for name, remainder in FORMS.items()}
+    full, halves = (amp.dynamic_loss_scale(tx) for tx in forms.values())
+    updates, state = halves.update(jax.tree.map(jnp.ones_like, PARAMS), halves.init(PARAMS), PARAMS, loss_scale=1.0)
+    params = optax.apply_updates(PARAMS, updates)
+    old = state._replace(
+        inner_state=amp.LowPrecisionParamsState(*state.inner_state)
+    )  # the only class of early versions
+    restored = orbax(old, full.init(params), tmp_path)
+    assert restored.inner_state.masters["w"].dtype == jnp.float32
+    with pytest.raises(amp.LossScaleError, match="the masters of parameters in the state are their remainders"):
+        amp.check_health(restored, params)

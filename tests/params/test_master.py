@@ -524,6 +524,65 @@ def test_a_parameter_that_the_user_sets_is_taken_to_half_a_step():
         np.testing.assert_allclose(masters_of(state, jnp.full(2, new, jnp.bfloat16)), new, rtol=2.0**-8, atol=1e-38)
 
 
+# A checkpoint of remainders by an early version held them as `masters`, and Orbax casts to the dtype that is expected.
+
+
+def trained(params, steps=3, change=lambda params: params, **options):
+    """Parameters and state after steps, one of which is skipped, as the user changed the parameters in between."""
+    tx = amp.dynamic_loss_scale(amp.low_precision_params(optax.sgd(1e-3, momentum=0.9), **options))
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for i in range(steps):
+        grads = jax.tree.map(lambda p, i=i: np.inf if i == 1 else rng.normal(size=p.shape).astype(np.float32), params)
+        grads = jax.tree.map(lambda g, p: np.broadcast_to(np.float32(g), p.shape), grads, params)
+        updates, state = tx.update(grads, state, params, loss_scale=1.0)
+        params = change(optax.apply_updates(params, updates))
+    return params, state
+
+
+def read_as_float32(state):
+    """The state as a run without `remainder` restores it."""
+    read = jax.tree.map(lambda x: x.astype(jnp.float32), state.inner_state.masters)
+    return state._replace(inner_state=amp.LowPrecisionParamsState(read, *state.inner_state[1:]))
+
+
+def low_params(*names):
+    w = np.random.default_rng(0).normal(size=(4, 8)).astype(jnp.bfloat16)
+    leaves = {"w": w, "b": jnp.zeros(8, jnp.bfloat16), "scale": jnp.ones(8), "h": w.astype(jnp.float16)}
+    return {name: leaves[name] for name in names}
+
+
+@pytest.mark.parametrize("names", [("w",), ("w", "b"), ("w", "b", "scale", "h")], ids=len)
+def test_remainders_that_are_read_as_masters_are_found_and_can_be_mended(names):
+    params, state = trained(low_params(*names), remainder=True)
+    amp.check_health(state, params)
+    wrong = read_as_float32(state)
+    with pytest.raises(amp.LossScaleError, match=r"masters .* are their remainders.*cast the masters .* to uint16"):
+        amp.check_health(wrong, params)
+
+    masters = {k: m.astype(jnp.uint16) if k in "wb" else m for k, m in wrong.inner_state.masters.items()}
+    mended = wrong.inner_state._replace(masters=masters).with_float32(params)
+    equal(mended, state.inner_state.with_float32(params))
+    amp.check_health(wrong._replace(inner_state=mended), params)
+
+
+WHOLE = {"w": jnp.array([0, 1, 255, 3000, 40000.0], jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("params", [low_params("w", "b", "scale", "h"), WHOLE, jnp.ones(4, jnp.bfloat16)], ids=len)
+@pytest.mark.parametrize("options", [{}, {"remainder": True}, {"masters": False}], ids=str)
+@pytest.mark.parametrize(
+    "change", [lambda params: params, lambda params: jax.tree.map(jnp.zeros_like, params)], ids=["kept", "zeroed"]
+)
+def test_masters_are_never_mistaken_for_remainders(params, options, change):
+    for steps in (0, 3):
+        trained_params, state = trained(params, steps, change, **options)
+        amp.check_health(state, change(trained_params))
+        amp.check_health(state, {"a model": params, "with": jnp.zeros(3, jnp.bfloat16)})
+        if "remainder" in options:
+            full = state.inner_state.with_float32(trained_params)
+            amp.check_health(state._replace(inner_state=full), trained_params)
+
+
 def test_remainders_without_masters_are_an_error():
     with pytest.raises(ValueError, match=r"`remainder=True` stores masters in 16 bits, got `masters=False`"):
         remainders(optax.sgd(0.1), masters=False)
