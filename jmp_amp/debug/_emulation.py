@@ -29,8 +29,8 @@ from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
-# A run takes longer than to compile without any optimization saves.
-_COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
+_COMPILER_OPTIONS: dict[str, Any] = QUICK | jx.versions.WITHOUT_FUSION_EMITTERS
+_LARGE = 2**22  # rounded elements; the runs of such a program take longer than no optimization saves
 # The kinds of ops whose results are elements of their operands.
 _EXACT = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, ResultKind.ORDERED}
 _FLOAT8 = {FLOAT8_DOT, FLOAT8_RAGGED_DOT}
@@ -119,9 +119,11 @@ _traced_once = functools.partial(jax.jit, static_argnums=0, inline=jx.versions.I
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @_traced_once
 def _rounded(low: Callable[..., jax.Array], x: jax.Array, on: jax.Array, squares: jax.Array, *args: Any) -> jax.Array:
-    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is on; at 2, it keeps what would overflow."""
-    y = low(x, *args)
-    return lax.select((on == 0) | ((on == 2) & ~jnp.isfinite(y)), x, y)
+    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is 1.
+
+    The barriers of this and of its derivative keep XLA from computing values again in each op that reads them.
+    """
+    return lax.optimization_barrier(lax.select(on == 1, low(x, *args), x))
 
 
 def _rounded_forward(low: Callable[..., jax.Array], x: jax.Array, on: Any, squares: Any, *args: Any) -> tuple[Any, Any]:
@@ -133,8 +135,9 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
     # Not derivatives in the switches: the sum of what the elements add, and the sum of its squares. They are not finite
     # if an element overflows; unless the switch is 2, one that the gradient depends on.
     x, on, args = kept
-    is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
-    parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
+    adjoint = lax.optimization_barrier(adjoint)
+    counts = lax.is_finite(x) & ((adjoint != 0) | (on == 2))
+    parts = lax.select(counts, adjoint * (low(x, *args) - x), lax.full_like(x, 0))
     zero = jnp.float32(0)
     add = functools.partial(jax.tree.map, operator.add)
     sums = lax.reduce((parts, parts * parts), (zero, zero), add, range(parts.ndim))  # in one loop
@@ -246,10 +249,12 @@ class Emulation:
 
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in (self.default.shape, (self._count, self._size)))
         inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
-        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS)
+        is_large = sum(row.size for row in self.rows) > _LARGE
+        options = {"xla_backend_optimization_level": int(is_large)}
+        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS | options)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
-        """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
+        """Runs the program with switches: 1 rounds, and 2 rounds nothing, but says where a value would overflow.
 
         Args:
             on: the switches.
