@@ -217,7 +217,7 @@ class Emulation:
         flops = [row.runs * flops_of(place.eqn) for row, place in zip(self.rows, self._places, strict=True)]
         is_op = np.array([row.primitive not in ("convert_element_type", "constant") for row in self.rows], bool)
         self.work = np.array([flops, [row.size for row in self.rows]]).T * is_op[:, None]
-        lines = [*map(_lines, self._places)]
+        lines = [*map(lines_of, self._places)]
         self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
@@ -379,7 +379,8 @@ class Emulation:
         return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
 
 
-def _lines(place: Place) -> frozenset[jx.Frame]:
+def lines_of(place: Place) -> frozenset[jx.Frame]:
+    """Returns the lines of the user's code that compute an op, and those that call them."""
     # What JAX traced once for all its callers has the lines of the first.
     frames = [frame for i, eqn in enumerate(place.eqns) for frame in jx.frames_of(eqn, 1 if i else 100)]
     return frozenset(frame for frame in frames if not frame.is_of_library)
