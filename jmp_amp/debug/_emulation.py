@@ -211,8 +211,7 @@ class Emulation:
         self._count = min(self._size, max(_SMALL // largest, 1))
         most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches; the trace tells how many
         on = jax.ShapeDtypeStruct((most,), FLOAT32)
-        call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
-        self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
+        _, (_, self._decisions) = jax.eval_shape(self._gradient, (on, on), self._arrays, jnp.float32(1))
         self.default = np.array([not row.decides for row in self.rows], np.float32)
         flops = [row.runs * flops_of(place.eqn) for row, place in zip(self.rows, self._places, strict=True)]
         is_op = np.array([row.primitive not in ("convert_element_type", "constant") for row in self.rows], bool)
@@ -223,12 +222,8 @@ class Emulation:
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * len(each)) for each in on]
-        options: dict[str, Any] = {
-            "around": self._around,
-            "as_one": {"while", "shard_map"},
-            "replayed": dict(decisions),
-        }
-        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, **options)
+        as_one, others = {"while", "shard_map"}, dict(decisions)
+        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, self._around, as_one, others)
         loss, *grads = self._evaluation.run().results
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._evaluation.recorded)
@@ -249,9 +244,8 @@ class Emulation:
 
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in (self.default.shape, (self._count, self._size)))
         inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
-        is_large = sum(row.size for row in self.rows) > _LARGE
-        options = {"xla_backend_optimization_level": int(is_large)}
-        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS | options)
+        level = {"xla_backend_optimization_level": int(sum(row.size for row in self.rows) > _LARGE)}
+        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS | level)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
         """Runs the program with switches: 1 rounds, and 2 rounds nothing, but says where a value would overflow.
