@@ -119,11 +119,8 @@ _traced_once = functools.partial(jax.jit, static_argnums=0, inline=jx.versions.I
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @_traced_once
 def _rounded(low: Callable[..., jax.Array], x: jax.Array, on: jax.Array, squares: jax.Array, *args: Any) -> jax.Array:
-    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is 1.
-
-    The barriers of this and of its derivative keep XLA from computing values again in each op that reads them.
-    """
-    return lax.optimization_barrier(lax.select(on == 1, low(x, *args), x))
+    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is 1."""
+    return lax.select(on == 1, low(x, *args), x)
 
 
 def _rounded_forward(low: Callable[..., jax.Array], x: jax.Array, on: Any, squares: Any, *args: Any) -> tuple[Any, Any]:
@@ -135,7 +132,7 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
     # Not derivatives in the switches: the sum of what the elements add, and the sum of its squares. They are not finite
     # if an element overflows; unless the switch is 2, one that the gradient depends on.
     x, on, args = kept
-    adjoint = lax.optimization_barrier(adjoint)
+    adjoint = lax.optimization_barrier(adjoint)  # so that XLA does not compute it again in each op that reads it
     counts = lax.is_finite(x) & ((adjoint != 0) | (on == 2))
     parts = lax.select(counts, adjoint * (low(x, *args) - x), lax.full_like(x, 0))
     zero = jnp.float32(0)
