@@ -326,9 +326,11 @@ def measure(
         **options: the options of `amp.value_and_grad`.
     """
     arrays, rebuild = jx.split_arrays((args, kwargs))
-    run = jax.jit(_in_wide(functools.partial(loss_and_grads, fun, rebuild, **options), wide))
-    results, scale = unscaled(run, arrays, loss_scale)
-    return results | _activations(_in_wide(fun, wide), args, kwargs), scale
+    run: Callable = functools.partial(loss_and_grads, fun, rebuild, **options)
+    if wide is not None:
+        fun, run = evaluated(fun, wide=wide), evaluated(run, wide=wide)
+    results, scale = unscaled(jax.jit(run), arrays, loss_scale)
+    return results | _activations(fun, args, kwargs), scale
 
 
 def loss_and_grads(
@@ -395,14 +397,13 @@ def relative_error(x: np.ndarray, reference: np.ndarray) -> float:
     return difference / norm if norm else (math.inf if difference else 0.0)
 
 
-def _in_wide(fun: Callable, wide: Any) -> Callable:
-    """Returns a function that computes narrower values in a wide dtype; None for the traced dtypes."""
-    if wide is None:
-        return fun
+def evaluated(fun: Callable, **options: Any) -> Callable:
+    """Returns `fun` as an `Evaluation` with these options evaluates it."""
 
+    @functools.wraps(fun, updated=())
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        return rebuild(Evaluation(program, arrays, wide=wide).run().results)
+        return rebuild(Evaluation(program, arrays, **options).run().results)
 
     return evaluate
 

@@ -29,8 +29,8 @@ from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 
 _LOW = [form.dtype for form in FORMATS.values() if form.is_low]
-# A run takes longer than to compile without any optimization saves.
-_COMPILER_OPTIONS: dict[str, Any] = QUICK | {"xla_backend_optimization_level": 1} | jx.versions.WITHOUT_FUSION_EMITTERS
+_COMPILER_OPTIONS: dict[str, Any] = QUICK | jx.versions.WITHOUT_FUSION_EMITTERS
+_LARGE = 2**22  # rounded elements; the runs of such a program take longer than no optimization saves
 # The kinds of ops whose results are elements of their operands.
 _EXACT = {ResultKind.MOVED, ResultKind.TAKEN, ResultKind.CHOSEN, ResultKind.SELECTED, ResultKind.ORDERED}
 _FLOAT8 = {FLOAT8_DOT, FLOAT8_RAGGED_DOT}
@@ -119,9 +119,8 @@ _traced_once = functools.partial(jax.jit, static_argnums=0, inline=jx.versions.I
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @_traced_once
 def _rounded(low: Callable[..., jax.Array], x: jax.Array, on: jax.Array, squares: jax.Array, *args: Any) -> jax.Array:
-    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is on; at 2, it keeps what would overflow."""
-    y = low(x, *args)
-    return lax.select((on == 0) | ((on == 2) & ~jnp.isfinite(y)), x, y)
+    """Returns `low(x, *args)`, the rounded value of `x`, if the switch is 1."""
+    return lax.select(on == 1, low(x, *args), x)
 
 
 def _rounded_forward(low: Callable[..., jax.Array], x: jax.Array, on: Any, squares: Any, *args: Any) -> tuple[Any, Any]:
@@ -133,8 +132,9 @@ def _rounded_backward(low: Callable[..., jax.Array], kept: Any, adjoint: jax.Arr
     # Not derivatives in the switches: the sum of what the elements add, and the sum of its squares. They are not finite
     # if an element overflows; unless the switch is 2, one that the gradient depends on.
     x, on, args = kept
-    is_zero = ~jnp.isfinite(x) | ((adjoint == 0) & (on != 2))
-    parts = lax.select(is_zero, lax.full_like(x, 0), adjoint * (low(x, *args) - x))
+    adjoint = lax.optimization_barrier(adjoint)  # so that XLA does not compute it again in each op that reads it
+    counts = lax.is_finite(x) & ((adjoint != 0) | (on == 2))
+    parts = lax.select(counts, adjoint * (low(x, *args) - x), lax.full_like(x, 0))
     zero = jnp.float32(0)
     add = functools.partial(jax.tree.map, operator.add)
     sums = lax.reduce((parts, parts * parts), (zero, zero), add, range(parts.ndim))  # in one loop
@@ -208,24 +208,19 @@ class Emulation:
         self._count = min(self._size, max(_SMALL // largest, 1))
         most = sum(len(eqn.invars) + len(eqn.outvars) for eqn in equations)  # switches; the trace tells how many
         on = jax.ShapeDtypeStruct((most,), FLOAT32)
-        call = lambda on, *args: self._gradient((on, on), *args)[1][1]  # noqa: E731
-        self._decisions = jax.eval_shape(call, on, self._arrays, jnp.float32(1))
+        _, (_, self._decisions) = jax.eval_shape(self._gradient, (on, on), self._arrays, jnp.float32(1))
         self.default = np.array([not row.decides for row in self.rows], np.float32)
         flops = [row.runs * flops_of(place.eqn) for row, place in zip(self.rows, self._places, strict=True)]
         is_op = np.array([row.primitive not in ("convert_element_type", "constant") for row in self.rows], bool)
         self.work = np.array([flops, [row.size for row in self.rows]]).T * is_op[:, None]
-        lines = [*map(_lines, self._places)]
+        lines = [*map(lines_of, self._places)]
         self.lines = [each - frozenset.intersection(*lines) for each in lines]  # without those that call the program
 
     def _gradient(self, on: Sequence[Any], arrays: Sequence[Any], scale: jax.Array, decisions: Any = ()) -> Any:
         """Returns all gradients in one array, the loss and its decisions, given both kinds of switches and others."""
         self._switches = [lax.split(each, (1,) * len(each)) for each in on]
-        options: dict[str, Any] = {
-            "around": self._around,
-            "as_one": {"while", "shard_map"},
-            "replayed": dict(decisions),
-        }
-        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, **options)
+        as_one, others = {"while", "shard_map"}, dict(decisions)
+        self._evaluation = Evaluation(self._program, [*arrays, scale], FLOAT32, self._around, as_one, others)
         loss, *grads = self._evaluation.run().results
         del self._switches
         return lax.concatenate([jnp.ravel(g) for g in grads], 0) / scale, (loss, self._evaluation.recorded)
@@ -246,10 +241,11 @@ class Emulation:
 
         on, vectors = (jax.ShapeDtypeStruct(x, FLOAT32) for x in (self.default.shape, (self._count, self._size)))
         inputs = on, self._arrays, jnp.float32(1), vectors, self._decisions
-        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS)
+        level = {"xla_backend_optimization_level": int(sum(row.size for row in self.rows) > _LARGE)}
+        return jax.jit(run).lower(*inputs).compile(_COMPILER_OPTIONS | level)
 
     def __call__(self, on: np.ndarray, scale: float, seed: int = 0, decisions: Any = None) -> "Probe":
-        """Runs the program with switches: 0 rounds nothing, 1 rounds, and 2 rounds what does not overflow.
+        """Runs the program with switches: 1 rounds, and 2 rounds nothing, but says where a value would overflow.
 
         Args:
             on: the switches.
@@ -374,7 +370,8 @@ class Emulation:
         return compute([lax.stop_gradient(x) if jx.is_floating(x) else x for x in args])
 
 
-def _lines(place: Place) -> frozenset[jx.Frame]:
+def lines_of(place: Place) -> frozenset[jx.Frame]:
+    """Returns the lines of the user's code that compute an op, and those that call them."""
     # What JAX traced once for all its callers has the lines of the first.
     frames = [frame for i, eqn in enumerate(place.eqns) for frame in jx.frames_of(eqn, 1 if i else 100)]
     return frozenset(frame for frame in frames if not frame.is_of_library)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.tree_util import SequenceKey, keystr
 from jmp_amp import _jaxpr as jx
 from jmp_amp import _loss_scale as ls
 from jmp_amp._calls import listed, transformation, warn
-from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Unit, UnitAnalysis, describe_unit, is_new_scale
+from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit, is_new_scale
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._report import as_jit_takes, check_callable, grouped
 
@@ -133,46 +133,44 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
                 "there is no loss scale in the arguments, and `step` makes none; pass the state of "
                 "`dynamic_loss_scale`, or a `LossScaleState`"
             )
-        kept, opened = {id(x) for x in arrays}, cast(Any, jx.open_jaxpr(program)[0])
+        kept = {id(x) for x in arrays}
         before = [(path[1:], x) for path, x in jax.tree.leaves_with_path((args, kwargs)) if id(x) in kept]
+        results = zip(found, rebuild(program.out_avals), strict=True)
+        after = [(path, aval) for (path, x), aval in results if aval is not x]
         # An argument that is an array itself is an origin of what is computed from it.
         origins = [frozenset({keystr(path)} if len(path) == 1 else ()) for path, _ in before]
-
-        def infer(equal: dict[Any, Unit]) -> tuple[_StepAnalysis, list[Unit]]:
-            analysis = _StepAnalysis(sum(is_scale) + 2, equal)
-            inputs = [analysis.unscaled._replace(origins=origin) for origin in origins]
-            return analysis, analysis.infer(program, jx.combine(is_scale, analysis.scales, inputs))
-
-        analysis, units = infer({})
+        analysis, units = _analyze(program, is_scale, origins, {})
         if analysis.equal:
-            analysis, units = infer(analysis.equal)
-        paths = [path for (path, _), x in zip(found, rebuild(units), strict=True) if isinstance(x, Unit)]
-        after = [(path, var.aval) for path, var in zip(paths, opened.outvars, strict=True)]
+            analysis, units = _analyze(program, is_scale, origins, analysis.equal)
         replaced = _replaced(before, after, lambda i, j: origins[i] <= units[j].origins)
-        known = {j: opened.debug_info.arg_names[i] for j, i in replaced.items()}
-        names = [known.get(j, f"result{keystr(path)}") for j, path in enumerate(paths)]
+        arguments: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
+        known = {j: arguments[i] for j, i in replaced.items()}
+        names = [known.get(j, f"result{keystr(path)}") for j, (path, _) in enumerate(after)]
         # Under `vmap` and `pmap`, a scalar has the shape of a scale, or one that no argument has.
-        others = {x.shape for _, x in before} - {(), *map(jnp.shape, scales)}
+        shapes = {x.shape for _, x in before} - {(), *map(jnp.shape, scales)}
         for name, (_, x), unit in zip(names, after, units, strict=True):
-            said = f"`step` returns `{name}`, {describe_unit(unit)}"
-            if unit.is_scaled and sum(unit.powers or ()) == 0:
-                analysis.errors[f"{said}: {_OTHER_SCALE}"] = None
-            elif unit.is_scaled and len(x.shape) <= 1 and x.shape not in others:
-                analysis.warnings[f"{said}: {_IS_LOGGED}"] = None
+            analysis.check_result(name, unit, len(x.shape) <= 1 and x.shape not in shapes)
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
         if not analysis.iterates and _nodes((args, kwargs), lambda x: isinstance(x, ls.DynamicLossScaleState)):
-            of_optimizers = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
+            own = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
+            is_other = {j: id(arrays[i]) not in own for j, i in replaced.items()}
             moved = _moved_where_skipped(program, arrays, is_scale, replaced)
-            moved = {j: x for j, x in moved.items() if id(arrays[replaced[j]]) not in of_optimizers}
-            if any(map(jx.is_inexact, moved.values())):  # counts and random keys alone should move
-                changed = [f"`{names[j]}`{'' if all_finite(x) else ' (not finite)'}" for j, x in moved.items()]
-                analysis.warnings[f"where `step` is skipped, it changes {listed(changed)}. {_MOVES}"] = None
+            analysis.check_moved({names[j]: x for j, x in moved.items() if is_other[j]})
         for warning in analysis.warnings:
             warn(warning)
 
     return check
+
+
+def _analyze(
+    program: Any, is_scale: Sequence[bool], origins: Sequence[Origins], equal: dict[Any, Unit]
+) -> tuple["_StepAnalysis", list[Unit]]:
+    """Returns the analysis of a step, and the units of its results."""
+    analysis = _StepAnalysis(sum(is_scale) + 2, equal)
+    inputs = [analysis.unscaled._replace(origins=each) for each in origins]
+    return analysis, analysis.infer(program, jx.combine(is_scale, analysis.scales, inputs))
 
 
 def _nodes(tree: Any, selects: Callable[[Any], bool]) -> list[Any]:
@@ -249,6 +247,20 @@ class _StepAnalysis(UnitAnalysis):
         self.warnings, self.equal, self.iterates = dict[str, None](), dict[Any, Unit](), False
         self._shared: Unit | None = None
         self._is_guarded = False  # whether a branch is entered that a check for overflows selects
+
+    def check_result(self, name: str, unit: Unit, is_scalar: bool) -> None:
+        """Adds an error for a result that is scaled and unscaled by different scales, and warns of scaled scalars."""
+        said = f"`step` returns `{name}`, {describe_unit(unit)}"
+        if unit.is_scaled and sum(unit.powers or ()) == 0:
+            self.errors[f"{said}: {_OTHER_SCALE}"] = None
+        elif unit.is_scaled and is_scalar:
+            self.warnings[f"{said}: {_IS_LOGGED}"] = None
+
+    def check_moved(self, moved: dict[str, Any]) -> None:
+        """Warns of results that a skipped step changes, unless they are counts and random keys, which should change."""
+        if any(map(jx.is_inexact, moved.values())):
+            changed = [f"`{name}`{'' if all_finite(x) else ' (not finite)'}" for name, x in moved.items()]
+            self.warnings[f"where `step` is skipped, it changes {listed(changed)}. {_MOVES}"] = None
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line and the cure."""

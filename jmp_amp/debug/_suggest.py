@@ -1,5 +1,6 @@
 """`suggest_rules`: finds the modules, primitives or lines of a program that need float32."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Primitive, primitives
+from jax.extend.core import Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import OpSite, full_precision, parse_rules, parse_settings
@@ -18,13 +19,15 @@ from jmp_amp._formats import Format
 from jmp_amp._ops import RULES, Rule
 from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
-from jmp_amp.debug._compare import relative_error
-from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, split_options
+from jmp_amp.debug._compare import evaluated, relative_error
+from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, lines_of, split_options
 from jmp_amp.debug._explain import PrecisionReport, explain, low_share
+from jmp_amp.debug._nodes import Place
 from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, without_numbers
 
 _INDEPENDENT_OF_RULES = ("traced", "region", "unknown")  # reasons for a dtype that rules do not change
 _MOST = 2  # compilations with rules
+_WITH_RULES = {"custom_jvp_call", "custom_vjp_call", "call_hi_primitive"}  # whose derivatives are kept
 _PRIMITIVES = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 
 
@@ -442,23 +445,8 @@ class _Candidate:
 def _in_float32(fun: Callable, lines: Set[jx.Frame]) -> Callable:
     """Returns `fun` with `with amp.full_precision():` around some of its lines."""
 
-    def body_of(jaxpr: Any) -> jx.Body:
-        avals = [var.aval for var in jx.open_jaxpr(jaxpr)[0].invars]
-        return jx.Body(lambda *args: jx.evaluate(jaxpr, args, functools.partial(apply, depth=1)), avals)
+    def around(place: Place, operands: Sequence[Any], compute: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+        with contextlib.nullcontext() if lines.isdisjoint(lines_of(place)) else full_precision():
+            return compute(operands)
 
-    def apply(eqn: JaxprEqn, args: Sequence[Any], depth: int = 100) -> Sequence[Any]:
-        if not lines.isdisjoint(jx.frames_of(eqn, depth)):
-            with full_precision():
-                return jx.apply_as_traced(eqn, args)
-        structure, run = jx.structure_of(eqn), getattr(jx.HIGHER_ORDER.get(eqn.primitive.name), "run", None)
-        if run is None or structure is None or getattr(structure, "rule", None):
-            return jx.apply_as_traced(eqn, args)
-        with jx.versions.origin_of(eqn):
-            return run(eqn, [body_of(jaxpr) for jaxpr, _ in jx.entries(structure)], args)
-
-    @functools.wraps(fun, updated=())
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        program, arrays, rebuild = jx.trace_call(fun, args, kwargs)
-        return rebuild(jx.evaluate(program, arrays, apply))
-
-    return in_float32 if lines else fun
+    return evaluated(fun, around=around, as_one=_WITH_RULES) if lines else fun
