@@ -230,20 +230,16 @@ class Plan:
             inputs: its arguments, the first of which, of another dtype than those of the plan, are cast once for all
                 iterations of a loop; those of the plan by default.
         """
-        dtypes = tuple([value.dtype for value in inputs or self.inputs])
-        key = tuple([out.dtype for out in outs or self.outs]), policy, dtypes
+        outs, inputs = outs or self.outs, inputs or self.inputs
+        dtypes = tuple([value.dtype for value in inputs])
+        key = tuple([out.dtype for out in outs]), policy, dtypes
         if key not in self.bodies:
-
-            def cast(*args: Any) -> list[Any]:
-                return cast_to(self(*args), outs)
-
-            run: Callable[..., list[Any]] = cast if outs else self
+            run: Callable[..., list[Any]] = lambda *args: cast_to(self(*args), outs)  # noqa: E731
             if policy is not None:
                 run = jax.checkpoint(run, policy=policy, prevent_cse=False)
             convert = lax.convert_element_type if self.region.is_linear else _cast_once
-            fun = (lambda *args: run(*cast_to(args, self.inputs, convert))) if inputs else run
-            avals = [var.aval for var in self.signature.invars]
-            self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
+            avals = map(jx.with_dtype, [var.aval for var in self.signature.invars], dtypes)
+            self.bodies[key] = jx.Body(lambda *args: run(*cast_to(args, self.inputs, convert)), list(avals))
         return self.bodies[key]
 
     @property
@@ -307,10 +303,8 @@ def _number(step: Step, numbers: dict[Any, int]) -> int | None:
     """Returns a number that is equal for equal ops on operands of the same types; None for what cannot be joined."""
     if not isinstance(step.run, CastOp) or step.sums or step.eqn.effects:
         return None
-    try:
-        return numbers.setdefault((step.run, step.casts, *[atom.aval for atom in step.eqn.invars]), len(numbers))
-    except TypeError:  # a parameter of an equation that cannot be hashed
-        return None
+    key = _identity(step.run), step.casts, *[atom.aval for atom in step.eqn.invars]
+    return numbers.setdefault(key, len(numbers))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)

@@ -289,7 +289,7 @@ class _PlanBuilder:
             pairs = zip(uses, old.neighbours.uses, old_step.outs, eqn.outvars, strict=False)
             uses = tuple([was if out.dtype == jx.dtype_of(var) else use for use, was, out, var in pairs])
         values = tuple([operand.value for operand in operands])
-        if info.uses_copies:
+        if info.structure is not None or (rule.moves and not rule.fuses):  # it may read a copy of an operand in float32
             values = tuple([self._with_copy(*pair, i) for pair in zip(eqn.invars, operands, strict=True)])
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         needs_float32 = reads == Reads.FUSED and (
