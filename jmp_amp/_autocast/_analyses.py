@@ -315,7 +315,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
-        n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
+        n_keys = 0 if asks_for_nan else len(operands[: rule.n_demanding])
         of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
         each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
         if (of_all | rule.demand) & Demand.LOG:

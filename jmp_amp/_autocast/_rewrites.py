@@ -37,9 +37,9 @@ def _gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
 
     The transpose of a gather writes into an array of zeros. For a loss in float32 that is the gradient of all logits,
     in float32, in memory. Of `take_along_axis` along the last axis, of one element a row, the gradient is a comparison
-    with the index, which fuses with the gradient of the softmax and the cast that follow. Any other program can take an
-    element any number of times, as edges take that of a node: a sum, which in bfloat16 ends at 256 for ones, and which
-    is float32 here.
+    with the index, which fuses with the gradient of the softmax and the cast that follow. Any other gather can take an
+    element any number of times, as edges take that of a node. Its transpose is a sum, which in bfloat16 ends at 256 for
+    ones, so it is computed in float32.
     """
     eqn, low = op.info.eqn, op.region.format.dtype
     if op.rule.kind is not ResultKind.TAKEN or jx.dtype_of(eqn.invars[0]) != FLOAT32:
