@@ -239,7 +239,8 @@ class Plan:
                 run = jax.checkpoint(run, policy=policy, prevent_cse=False)
             convert = lax.convert_element_type if self.region.is_linear else _cast_once
             avals = map(jx.with_dtype, [var.aval for var in self.signature.invars], dtypes)
-            self.bodies[key] = jx.Body(lambda *args: run(*cast_to(args, self.inputs, convert)), list(avals))
+            fun = run if inputs is self.inputs else lambda *args: run(*cast_to(args, self.inputs, convert))
+            self.bodies[key] = jx.Body(fun, list(avals))
         return self.bodies[key]
 
     @property
@@ -303,8 +304,10 @@ def _number(step: Step, numbers: dict[Any, int]) -> int | None:
     """Returns a number that is equal for equal ops on operands of the same types; None for what cannot be joined."""
     if not isinstance(step.run, CastOp) or step.sums or step.eqn.effects:
         return None
-    key = _identity(step.run), step.casts, *[atom.aval for atom in step.eqn.invars]
-    return numbers.setdefault(key, len(numbers))
+    try:
+        return numbers.setdefault((step.run, step.casts, *[atom.aval for atom in step.eqn.invars]), len(numbers))
+    except TypeError:  # a parameter of an equation that cannot be hashed
+        return None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=jx.versions.INLINE)
