@@ -608,11 +608,6 @@ class EqnInfo(NamedTuple):
         return not (any(demands) or self.eqn.effects)
 
     @property
-    def uses_copies(self) -> bool:
-        """Whether a float32 copy of an operand would change its decision."""
-        return self.structure is not None or (self.rule.moves and not self.rule.fuses)
-
-    @property
     def enlarges(self) -> bool:
         """Whether it moves the elements of an array into a larger one, as a broadcast does."""
         shapes = [jx.shape_of(atom) or () for atom in (*self.eqn.invars[:1], *self.eqn.outvars[:1])]

@@ -315,7 +315,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
             floating = [of for var, of in zip(info.eqn.outvars, outs, strict=True) if jx.is_floating(var)]
             of_all |= joined(floating) & Demand.EXACT
         asks_for_nan = rule.demand == Demand.CODE and len(info.operands) == 1  # `x != x`
-        n_keys = 0 if asks_for_nan else len(operands) if rule.n_demanding is None else rule.n_demanding
+        n_keys = 0 if asks_for_nan else len(operands[: rule.n_demanding])
         of_keys = Demand.METRIC if rule.demand == Demand.RANK and not demand & ~_OF_A_METRIC else rule.demand
         each = [of_all | of_keys] * n_keys + [of_all] * (len(operands) - n_keys)
         if (of_all | rule.demand) & Demand.LOG:
@@ -391,7 +391,7 @@ def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], fo
         demand = _of_logarithm(info.rule, operands, demand)
     if not form.needs_loss_scale:
         demand &= ~Demand.RANGE
-    return next((reason for reason, (way, _) in _REASONS.items() if demand & way), None)
+    return next((reason for reason, way in DEMAND_OF.items() if demand & way & _SUFFICIENT), None)
 
 
 _SQUARE = 64  # 1024 squares of 8 are 65536
@@ -403,37 +403,37 @@ _OF_A_METRIC = Demand.RETURNED | Demand.METRIC | Demand.CODE | Demand.INDEX
 # What stays in the body of a loop: its own end, its own carries, and what gates are made of.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE
 
-# Why a product runs as it was traced, in words, and the demand that is enough for it. The first one counts.
-_REASONS = {
-    "index": (Demand.INDEX, "its result is converted to an integer"),
-    "decomposition": (Demand.MATRIX, "a matrix decomposition, a solver, or an iteration for one reads its result"),
-    "distance": (
-        Demand.DISTANCE,
-        "a term of a squared distance, of a variance or of a difference from a mean: they cancel",
-    ),
-    "angle": (Demand.ANGLE, "only sines and cosines read its result"),
-    "edge": (Demand.EDGE, "its result is read at the edge of a domain, where the slope is infinite, as by `acos`"),
-    "logarithm": (
-        Demand.RANGE,
-        "a logarithm or a quotient reads it, and it may be smaller or larger than float16 holds",
-    ),
-    "solution": (Demand.NONE, "it reads what a decomposition or a solver returned"),
-    "loss": (Demand.NONE, "it selects logarithms, or sums them for what the program returns, as a loss does"),
-    "recurrence": (Demand.NONE, "a loop replaces a carry with products and sums of it"),
-    "code": (Demand.NONE, "a sum by whole numbers that is compared with another, as a code"),
-    "rank": (Demand.NONE, "its few columns are chosen from by their order, as by `top_k` or `argsort`"),
-    "vector": (Demand.NONE, "a product with a constant vector, such as an expectation over bins, which is a sum"),
-    "count": (Demand.NONE, "it counts: both operands come from comparisons or integers"),
-    "sum": (Demand.NONE, "it sums so many squares, or terms by whole numbers, that float16 may overflow"),
-    "loop": (Demand.NONE, "it decides when a loop ends"),
+# Why a product runs as it was traced, in words.
+WHY_AS_TRACED = {
+    "index": "its result is converted to an integer",
+    "decomposition": "a matrix decomposition, a solver, or an iteration for one reads its result",
+    "distance": "a term of a squared distance, of a variance or of a difference from a mean: they cancel",
+    "angle": "only sines and cosines read its result",
+    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
+    "logarithm": "a logarithm or a quotient reads it, and it may be smaller or larger than float16 holds",
+    "solution": "it reads what a decomposition or a solver returned",
+    "loss": "it selects logarithms, or sums them for what the program returns, as a loss does",
+    "recurrence": "a loop replaces a carry with products and sums of it",
+    "code": "a sum by whole numbers that is compared with another, as a code",
+    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
+    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
+    "count": "it counts: both operands come from comparisons or integers",
+    "sum": "it sums so many squares, or terms by whole numbers, that float16 may overflow",
+    "loop": "it decides when a loop ends",
 }
-WHY_AS_TRACED = {reason: words for reason, (_, words) in _REASONS.items()}
-DEMAND_OF = {reason: way for reason, (way, _) in _REASONS.items()} | {
+
+# What readers demand of a product for these reasons. One of `_SUFFICIENT` alone is a reason: the first one counts.
+DEMAND_OF = {
+    "index": Demand.INDEX,
+    "decomposition": Demand.MATRIX,
     "distance": Demand.DISTANCE | Demand.SQUARES,
+    "angle": Demand.ANGLE,
+    "edge": Demand.EDGE,
     "logarithm": Demand.RANGE | Demand.LOG,
     "rank": Demand.RANK | Demand.METRIC,
     "code": Demand.CODE,
 }
+_SUFFICIENT = Demand.INDEX | Demand.MATRIX | Demand.DISTANCE | Demand.ANGLE | Demand.EDGE | Demand.RANGE
 
 
 def joined(several: Sequence[int]) -> int:

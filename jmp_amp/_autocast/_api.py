@@ -355,8 +355,7 @@ def _autocasted(fun: Callable, settings: Settings, planned: Callable[..., Any]) 
         demand = Demand.RETURNED if policy is None or policy.output_dtype == FLOAT32 else Demand.ANY
         use = Use(demand, Stream.RETURNED if options.has_low_stream else Stream.NONE)
         values = tuple(map(unknown, map(jax.typeof, arrays)))
-        traced_by = jx.versions.is_traced_by
-        region = Region(form, "", "", traced_by("ad_checkpoint"), traced_by("api", "linear_transpose"))
+        region = Region(form, "", "", *jx.versions.are_running("ad_checkpoint", "api.linear_transpose"))
         found: Sequence[Found] = ()
         if attention is not None and form.is_low:
             closed, found = with_kernel(closed, attention, form.dtype, _Scope(planner_of(options), region, form))

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import Found
-from jmp_amp._autocast._analyses import DEMAND_OF, WHY_AS_TRACED
+from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
@@ -23,7 +23,7 @@ from jmp_amp._autocast._values import Origin, constant
 from jmp_amp._calls import quote, shorten
 from jmp_amp._formats import FLOAT32
 from jmp_amp._modules import unbound
-from jmp_amp._ops import RULES, Demand, OpClass, ResultKind, Rule, product_axes
+from jmp_amp._ops import RULES, OpClass, ResultKind, Rule, product_axes
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, RAGGED_DOT, padding
 
 
@@ -85,12 +85,17 @@ REASONS = {
 }
 
 
+# The steps of a plan and of the plans in it: the plan, the step, and its equation behind those around it.
+Steps = Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]
+
+
 def explain_call(
     fun: Callable,
     settings: Settings,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    argnums: int | Sequence[int] | None = None,
+    argnums: int | Sequence[int] | None,
+    beginnings: Callable[[Callable[[JaxprEqn], Rule], Plan, Steps], Callable[..., str]],
 ) -> dict[str, Any]:
     """Traces a call of `fun` under autocast and its gradient; nothing is compiled or run.
 
@@ -100,6 +105,7 @@ def explain_call(
         args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
         argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
+        beginnings: takes the rules, the plan and its steps; what it returns names the op where the reason for a product begins.
 
     Returns:
         The fields `rows`, `attention`, `casts`, `kept`, `scans` and `why_forward` of a `PrecisionReport`.
@@ -135,7 +141,7 @@ def explain_call(
     whole, found = calls[-1]
     planner, equations = planner_of(settings.options), list(jx.equations_in(program))
     steps = list(_steps(whole))
-    beginning = _beginnings(planner, whole, steps)
+    beginning = beginnings(planner.rule_of, whole, steps)
     forward = [
         _forward_site(planner, plan, step, eqns, beginning)
         for plan, step, eqns in steps
@@ -169,61 +175,6 @@ def _steps(plan: Plan, *outer: JaxprEqn) -> Iterator[tuple[Plan, Step, Sequence[
         yield plan, step, (*outer, step.eqn)
         for inner in step.inner:
             yield from _steps(inner, *outer, step.eqn)
-
-
-def _beginnings(
-    planner: Planner, whole: Plan, steps: Sequence[tuple[Plan, Step, Sequence[JaxprEqn]]]
-) -> Callable[..., str]:
-    """Returns a function that names the op where the reason begins for which a product is float32.
-
-    It follows what the product reads as long as a fact holds, or what reads its result, to what demands that, through
-    calls, branches and loops. The name is empty if there is no other op.
-    """
-    made, read = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
-    values, demands = {**whole.values}, {**whole.demands}
-
-    def link(op: Sequence[JaxprEqn], ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        ins = [x for x in ins if isinstance(x, Var)]
-        for edges, variables, others in ((made, outs, ins), (read, ins, outs)):
-            for var in variables:
-                edges[var].append((op, others))
-
-    for _, step, eqns in steps:
-        atoms, results, structure = step.eqn.invars, step.eqn.outvars, cast(Any, jx.structure_of(step.eqn))
-        if not step.inner:
-            link(eqns, atoms, results)
-        for (_, places), inner in zip(jx.entries(structure) if step.inner else (), step.inner, strict=True):
-            ins, outs = inner.signature.invars, inner.signature.outvars
-            values |= inner.values
-            demands |= inner.demands
-            carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
-            same = *zip([atoms[i] for i in places], ins, strict=True), *zip(outs, results, strict=False)
-            for a, b in (*same, *zip(outs, carried, strict=False)):
-                link((), [a], [b])
-
-    def beginning(eqns: Sequence[JaxprEqn], why: str, low: np.dtype) -> str:
-        way = DEMAND_OF.get(why, Demand.NONE)
-
-        def holds(var: Var) -> bool:
-            known = values[var].known
-            facts = {"solution": known.is_solution, "loss": known.is_log, "constant": known.leaves(low)}
-            return bool(facts.get(why, demands[var] & way)) and not known.is_constant
-
-        waiting = [x for x in (eqns[-1].outvars if way else eqns[-1].invars) if isinstance(x, Var) and holds(x)]
-        ends = list[tuple[Sequence[JaxprEqn], Rule]]()
-        for var in waiting:
-            for op, others in (read if way else made)[var]:
-                further = list(filter(holds, others))
-                waiting += [x for x in further if x not in waiting]
-                ends += [(op, planner.rule_of(op[-1]))] if op and not further else []
-        found = [op for op, rule in ends if not way or rule.demand & way]
-        if way & (Demand.DISTANCE | Demand.RANGE | Demand.EDGE):  # a sum whose terms cancel, or a quotient
-            found += [op for op, rule in ends if rule.arithmetic and rule.kind is not ResultKind.PRODUCT]
-        if why in ("recurrence", "loop"):
-            found = [eqns[:i] for i, eqn in enumerate(eqns, 1) if isinstance(jx.structure_of(eqn), jx.Loop)][-1:]
-        return next((f"{op[-1].primitive.name} at {jx.lines_of(op)[0]}" for op in found), "")
-
-    return beginning
 
 
 def _forward_site(planner: Planner, plan: Plan, step: Step, eqns: Sequence[JaxprEqn], beginning: Callable) -> OpSite:

@@ -212,7 +212,7 @@ def _keeper(planner: Planner, plan: Plan, body: Any, region: Region) -> str:
     if region.is_checkpointed or jx.holds(body, jx.versions.is_checkpoint):
         return "jax.checkpoint"
     # `checkify` cannot rewrite a `jax.checkpoint` whose checks need constants.
-    is_fixed = jx.versions.has_effects(plan.signature) or jx.versions.is_traced_by("checkify")
+    is_fixed = jx.versions.has_effects(plan.signature) or any(jx.versions.are_running("checkify"))
     return "autocast" if planner.options.saves_products and not is_fixed else "JAX"
 
 

@@ -230,20 +230,17 @@ class Plan:
             inputs: its arguments, the first of which, of another dtype than those of the plan, are cast once for all
                 iterations of a loop; those of the plan by default.
         """
-        dtypes = tuple([value.dtype for value in inputs or self.inputs])
-        key = tuple([out.dtype for out in outs or self.outs]), policy, dtypes
+        outs, inputs = outs or self.outs, inputs or self.inputs
+        dtypes = tuple([value.dtype for value in inputs])
+        key = tuple([out.dtype for out in outs]), policy, dtypes
         if key not in self.bodies:
-
-            def cast(*args: Any) -> list[Any]:
-                return cast_to(self(*args), outs)
-
-            run: Callable[..., list[Any]] = cast if outs else self
+            run: Callable[..., list[Any]] = lambda *args: cast_to(self(*args), outs)  # noqa: E731
             if policy is not None:
                 run = jax.checkpoint(run, policy=policy, prevent_cse=False)
             convert = lax.convert_element_type if self.region.is_linear else _cast_once
-            fun = (lambda *args: run(*cast_to(args, self.inputs, convert))) if inputs else run
-            avals = [var.aval for var in self.signature.invars]
-            self.bodies[key] = jx.Body(fun, list(map(jx.with_dtype, avals, dtypes)))
+            avals = map(jx.with_dtype, [var.aval for var in self.signature.invars], dtypes)
+            fun = run if inputs is self.inputs else lambda *args: run(*cast_to(args, self.inputs, convert))
+            self.bodies[key] = jx.Body(fun, list(avals))
         return self.bodies[key]
 
     @property

@@ -82,16 +82,15 @@ class Planner:
 
     def is_saved(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """A policy for `jax.checkpoint`: saves the results of costly ops and the casts of constants of a loop."""
-        return is_loop_invariant(primitive, **params) or self._is_costly(primitive, params, avals)
+        return is_loop_invariant(primitive, **params) or self._is_costly(primitive, *avals, **params)
 
-    def _is_costly(self, primitive: Primitive, params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
+    def _is_costly(self, primitive: Primitive, *avals: Any, **params: Any) -> bool:
         """Whether an op is costly: by its rule, by what is in it, or because it may be a kernel.
 
         A kernel has no rule and reads floating values.
         """
         if primitive.name in jx.HIGHER_ORDER and (jaxprs := jx.versions.jaxprs_in(params)) is not None:
-            inside = [eqn for inner in jaxprs for eqn in jx.open_jaxpr(inner)[0].eqns]
-            return any(self._is_costly(e.primitive, e.params, [atom.aval for atom in e.invars]) for e in inside)
+            return any(jx.holds(inner, self._is_costly) for inner in jaxprs)
         if primitive.name not in self._rules:
             return any(map(jx.is_floating, avals))
         return find_rule(primitive, params, avals, self._rules).costly
@@ -289,7 +288,7 @@ class _PlanBuilder:
             pairs = zip(uses, old.neighbours.uses, old_step.outs, eqn.outvars, strict=False)
             uses = tuple([was if out.dtype == jx.dtype_of(var) else use for use, was, out, var in pairs])
         values = tuple([operand.value for operand in operands])
-        if info.uses_copies:
+        if info.structure is not None or (rule.moves and not rule.fuses):  # it may read a copy of an operand in float32
             values = tuple([self._with_copy(*pair, i) for pair in zip(eqn.invars, operands, strict=True)])
         reads = min([out.reads for out in outs], default=Reads.UNREAD)
         needs_float32 = reads == Reads.FUSED and (

@@ -32,17 +32,21 @@ def rewrite_of(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     return next((run for rewrite in _REWRITES if (run := rewrite(op, dtypes, casts)) is not None), None)
 
 
-def _label_logit(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
-    """`take_along_axis` along the last axis, of one float32 element a row, whose gradient is not scattered.
+def _gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A gather of low-precision data that were traced in float32, whose gradient a scatter would compute.
 
     The transpose of a gather writes into an array of zeros. For a loss in float32 that is the gradient of all logits,
-    in float32, in memory. As a comparison with the index it fuses with the gradient of the softmax and the cast that
-    follow.
+    in float32, in memory. Of `take_along_axis` along the last axis, of one element a row, the gradient is a comparison
+    with the index, which fuses with the gradient of the softmax and the cast that follow. Any other gather can take an
+    element any number of times, as edges take that of a node. Its transpose is a sum, which in bfloat16 ends at 256 for
+    ones, so it is computed in float32.
     """
     eqn, low = op.info.eqn, op.region.format.dtype
-    if not (op.rule.kind is ResultKind.TAKEN and dtypes[0] == FLOAT32 and op.values[0].as_data().dtype == low):
+    if op.rule.kind is not ResultKind.TAKEN or jx.dtype_of(eqn.invars[0]) != FLOAT32:
         return None
-    return _take_label_logit if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else None
+    if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]):
+        return _take_label_logit if dtypes[0] == FLOAT32 and op.values[0].as_data().dtype == low else None
+    return _gather_low if dtypes[0] == low else None
 
 
 def is_label_logit(params: Mapping[str, Any], avals: Sequence[Any]) -> bool:
@@ -81,18 +85,6 @@ def _of_cast_operands(tangent: Callable, op: CastOp, args: Sequence[Any]) -> lis
 
 
 _take_label_logit: Rewrite = functools.partial(_of_cast_operands, _tangent_of_label_logit)
-
-
-def _low_gather(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
-    """A gather of low-precision values that were traced in float32, whose gradient is summed in float32.
-
-    The program can take an element any number of times, as edges take that of a node. So the transpose of a gather is a
-    sum by scatter, and in bfloat16 a sum of ones ends at 256.
-    """
-    eqn, low = op.info.eqn, op.region.format.dtype
-    if not (op.rule.kind is ResultKind.TAKEN and jx.dtype_of(eqn.invars[0]) == FLOAT32 and dtypes[0] == low):
-        return None
-    return None if is_label_logit(eqn.params, [atom.aval for atom in eqn.invars]) else _gather_low
 
 
 def _tangent_in_float32(op: CastOp, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -278,4 +270,4 @@ def _rounded(op: CastOp, *args: Any) -> list[Any]:
     return [lax.convert_element_type(x, low) for x in op.apply([x.astype(FLOAT32) for x in args])]
 
 
-_REWRITES = (_label_logit, _low_gather, _float8_product, _float32_weight_grad, _cast_bias)
+_REWRITES = (_gather, _float8_product, _float32_weight_grad, _cast_bias)

@@ -15,12 +15,10 @@ from jax.extend.core import Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast._analyses import joined
-from jmp_amp._autocast._paths import InfosOf, Paths, Sources
+from jmp_amp._autocast._paths import InfosOf, Path, Paths
 from jmp_amp._autocast._values import Stream
 from jmp_amp._formats import FLOAT32
 from jmp_amp._ops import EqnInfo, OpClass, ResultKind
-
-_CARRY, _SLICE = 0, 1  # the inputs of a body for `Paths`: all carries are one, and all slices of weights
 
 
 class _Holds(enum.IntEnum):
@@ -172,9 +170,12 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
             is_weight: whether each of its `xs` is an input of the program.
             uses: how its results are read.
         """
-        constant, carry, weight_slice = Paths.bottom, frozenset({(_CARRY, 0)}), frozenset({(_SLICE, 0)})
-        slices = [weight_slice if weight else constant for weight in is_weight]
-        if not self._has_layer(loop.body, [*[constant] * loop.n_consts, *[carry] * loop.n_carry, *slices]):
+        reached = [pair for of in self._paths.carried(loop)[1] for pair in of]
+        carries, first = range(loop.n_consts, loop.body_carry.stop), loop.body_carry.stop
+        weights = {i for i, weight in enumerate(is_weight, first) if weight}
+        # A layer multiplies what is made of a carry by a slice, and a product reads the slice of a weight.
+        is_layer = any(i in carries and path & Path.LAYER for i, path in reached)
+        if not (is_layer and any(i in weights and path & Path.PRODUCT for i, path in reached)):
             return uses
         body, _ = jx.open_jaxpr(loop.body)
         inputs = (_Part(),) * len(body.invars)
@@ -187,19 +188,6 @@ class Streams(jx.Backward[EqnInfo, _Part | None, int]):
             if is_stream and not is_returned:
                 of_carries[i] = Stream.NORM
         return of_carries
-
-    def _has_layer(self, jaxpr: Any, inputs: Sequence[Sources]) -> bool:
-        """Whether a jaxpr multiplies what is made of a carry, as a matrix, by a slice of a weight."""
-        known = self._paths.find(jaxpr, inputs)
-        for info in self._equations_of(jx.open_jaxpr(jaxpr)[0]):
-            operands = self._paths.of(known, info.eqn.invars)
-            if info.program is not None and any(self._has_layer(*each) for each in self._paths.inside(info, operands)):
-                return True
-            if info.rule.op_class is OpClass.LOWER:
-                made_of = [{i for i, _ in of} for of in operands]
-                if {_SLICE} in made_of and any(_CARRY in of for of in made_of):
-                    return True
-        return False
 
 
 def stream_of(reads: int) -> int:

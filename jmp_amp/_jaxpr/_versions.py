@@ -168,16 +168,16 @@ def is_differentiated() -> bool:
 
 def is_compiled() -> bool:
     """Whether `jax.jit` traces here what will be compiled, unlike `jax.make_jaxpr`, `jax.vmap` or an eager loop."""
-    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
-    names = {f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames}
-    for_shapes = not names.isdisjoint({"jax._src.api.make_jaxpr_f", "jax._src.api.eval_shape"})
-    return "jax._src.pjit.cache_miss" in names or ("jax._src.pjit.jit_trace" in names and not for_shapes)
+    calls, traces, *shapes = are_running("pjit.cache_miss", "pjit.jit_trace", "api.make_jaxpr_f", "api.eval_shape")
+    return calls or (traces and not any(shapes))
 
 
-def is_traced_by(module: str, function: str = "") -> bool:
-    """Whether JAX traces here by a module, `"checkify"` or `"ad_checkpoint"`, or by a function of it."""
-    frames = [f for f, _ in traceback.walk_stack(inspect.currentframe()) if function in ("", f.f_code.co_name)]
-    return any(frame.f_globals.get("__name__") == f"jax._src.{module}" for frame in frames)
+def are_running(*names: str) -> list[bool]:
+    """Returns whether JAX is in each of these modules, `"checkify"`, or functions of one, `"api.linear_transpose"`."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in frames}
+    running = {name for module, function in places for name in (module, f"{module}.{function}")}
+    return [f"jax._src.{name}" in running for name in names]
 
 
 def hi_primitive(eqn: JaxprEqn) -> Any:

@@ -4,19 +4,30 @@ import dataclasses
 import functools
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import AttentionSite
-from jmp_amp._autocast import REASONS, AutocastOptions, OpSite, explain_call, matches_scope, parse_settings
+from jmp_amp._autocast import (
+    DEMAND_OF,
+    REASONS,
+    AutocastOptions,
+    OpSite,
+    Steps,
+    explain_call,
+    matches_scope,
+    parse_settings,
+)
 from jmp_amp._calls import transformation
 from jmp_amp._formats import FORMATS
-from jmp_amp._ops import RULES, Rule
+from jmp_amp._ops import RULES, Demand, ResultKind, Rule
 from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_callable, grouped, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
@@ -81,7 +92,7 @@ def explain(
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         args, kwargs = as_jit_takes(args, kwargs)
-        fields = explain_call(fun, settings, args, kwargs, argnums)
+        fields = explain_call(fun, settings, args, kwargs, argnums, _beginnings)
         again = lambda **options: explain(fun, argnums=argnums, **options)(*args, **kwargs)  # noqa: E731
         return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=again)
 
@@ -191,6 +202,57 @@ class PrecisionReport(Report):
 
     def _content_of_notebook(self) -> Content:
         return self._content(self.rows)
+
+
+def _beginnings(rule_of: Callable[[JaxprEqn], Rule], plan: Any, steps: Steps) -> Callable[..., str]:
+    """Returns a function that names the op where the reason begins for which a product is float32.
+
+    It follows what the product reads as long as a fact holds, or what reads its result, to what demands that, through
+    calls, branches and loops. The name is empty if there is no other op.
+    """
+    links = list[tuple[Sequence[JaxprEqn], Sequence[Any], Sequence[Any]]]()
+    values, demands = {**plan.values}, {**plan.demands}
+    for _, step, eqns in steps:
+        atoms, results, structure = step.eqn.invars, step.eqn.outvars, cast(Any, jx.structure_of(step.eqn))
+        if not step.inner:
+            links.append((eqns, atoms, results))
+        for (_, places), inner in zip(jx.entries(structure) if step.inner else (), step.inner, strict=True):
+            values |= inner.values
+            demands |= inner.demands
+            ins, outs = inner.signature.invars, inner.signature.outvars
+            carried = ins[structure.body_carry] if isinstance(structure, jx.Loop) else ()
+            same = *zip([atoms[i] for i in places], ins, strict=True), *zip(outs, results, strict=False)
+            links += [((), [a], [b]) for a, b in (*same, *zip(outs, carried, strict=False))]
+    made, read = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+    for op, before, after in links:
+        before = [x for x in before if isinstance(x, Var)]
+        for edges, variables, others in ((made, after, before), (read, before, after)):
+            for var in variables:
+                edges[var].append((op, others))
+
+    def beginning(eqns: Sequence[JaxprEqn], why: str, low: np.dtype) -> str:
+        way = DEMAND_OF.get(why, Demand.NONE)
+
+        def holds(var: Var) -> bool:
+            known = values[var].known
+            facts = {"solution": known.is_solution, "loss": known.is_log, "constant": known.leaves(low)}
+            return bool(facts.get(why, demands[var] & way)) and not known.is_constant
+
+        waiting = [x for x in (eqns[-1].outvars if way else eqns[-1].invars) if isinstance(x, Var) and holds(x)]
+        ends = list[tuple[Sequence[JaxprEqn], Rule]]()
+        for var in waiting:
+            for op, others in (read if way else made)[var]:
+                further = list(filter(holds, others))
+                waiting += [x for x in further if x not in waiting]
+                ends += [(op, rule_of(op[-1]))] if op and not further else []
+        found = [op for op, rule in ends if not way or rule.demand & way]
+        if way & (Demand.DISTANCE | Demand.RANGE | Demand.EDGE):  # a sum whose terms cancel, or a quotient
+            found += [op for op, rule in ends if rule.arithmetic and rule.kind is not ResultKind.PRODUCT]
+        if why in ("recurrence", "loop"):
+            found = [eqns[:i] for i, eqn in enumerate(eqns, 1) if isinstance(jx.structure_of(eqn), jx.Loop)][-1:]
+        return next((f"{op[-1].primitive.name} at {jx.lines_of(op)[0]}" for op in found), "")
+
+    return beginning
 
 
 def low_share(report: PrecisionReport) -> float:
