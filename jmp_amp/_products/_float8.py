@@ -85,8 +85,7 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint` that treats other products as `policy` treats `lax.dot_general`."""
 
     def saves(primitive: Primitive, *args: Any, **params: Any) -> Any:
-        is_product = primitive.name == "dot_general" or primitive is _float8_dot_p  # it may be an aligned one
-        return policy(lax.dot_general_p if is_product else primitive, *args, **params)
+        return policy(lax.dot_general_p if primitive is _float8_dot_p else primitive, *args, **params)
 
     return saves
 
