@@ -228,13 +228,11 @@ class _Program:
             types = tuple([(jx.shape_of(atom), jx.dtype_of(atom)) for atom in operands])
             on_cpu = _refusal_on_cpu(attention, types, has_derivative=not words)
         if words or on_cpu:
-            (written, inputs), n, call = self._written(each), len(operands), call_of(attention)
+            n, call = len(operands), call_of(attention)
+            as_written, inputs = self._written(each, n)
 
             def run(*arrays: Any) -> Any:
                 return call(*arrays[:n])
-
-            def as_written(*arrays: Any) -> Any:
-                return written(*arrays[n:])
 
             if words:
                 why += f"; its derivative as it is written: {words}"
@@ -305,14 +303,14 @@ class _Program:
                 break
         return jaxpr, attention, operands, words
 
-    def _written(self, last: _Equation) -> tuple[Callable[..., Any], list[Var]]:
-        """Returns an attention as the program computes it, and the values that it reads."""
+    def _written(self, last: _Equation, n: int) -> tuple[Callable[..., Any], list[Var]]:
+        """Returns an attention as the program computes it, from the arrays behind the first `n`, and what it reads."""
         equations = [*self._within[last], last]
         computed = {var for each in equations for var in each.eqn.outvars}
         inputs = list(dict.fromkeys([x for each in equations for x in each.inputs if x not in computed]))
         eqns = [each.eqn for each in equations]
         jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=last.eqn.outvars, eqns=eqns)
-        return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args)[0], inputs
+        return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args[n:])[0], inputs
 
     def rewritten(self) -> Any:
         """Returns the jaxpr, closed, with the kernel in place of each attention."""
