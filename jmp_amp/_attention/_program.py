@@ -18,7 +18,6 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._attention._pattern import AsWrittenError, Attention, Match, call_of, match
 from jmp_amp._attention._softmax import EXPONENTIALS, Elements, Values
 from jmp_amp._calls import quote, warn
-from jmp_amp._ops import RULES, Rule
 from pallas_kernels._devices import target_device
 
 
@@ -229,15 +228,20 @@ class _Program:
             types = tuple([(jx.shape_of(atom), jx.dtype_of(atom)) for atom in operands])
             on_cpu = _refusal_on_cpu(attention, types, has_derivative=not words)
         if words or on_cpu:
-            (written, inputs), n = self._written(each), len(operands)
-            run: Callable[..., Any] = functools.partial(_of_first, call_of(attention), n)
+            n, call = len(operands), call_of(attention)
+            as_written, inputs = self._written(each, n)
+
+            def run(*arrays: Any) -> Any:
+                return call(*arrays[:n])
+
             if words:
                 why += f"; its derivative as it is written: {words}"
-                run = _with_derivative_of(run, written, n, self._name, words)
+                run = _with_derivative_of(run, as_written, self._name, words)
             if on_cpu:
                 why += f"; on a CPU as it is written: {on_cpu}"
                 warning = f"`{self._name}` refuses attention on a CPU, which computes it as it is written: {on_cpu}"
-                run = functools.partial(_on_each_platform, run, written, n)
+                # A program that is traced on a CPU may be lowered for a GPU: `jax.export` and `lower` do.
+                run = functools.partial(lax.platform_dependent, cpu=as_written, default=run)
             operands = *operands, *inputs
             jaxpr = _traced(each, jax.jit(run), operands)
         each.found = [Found(each.path, self._name, why, warning)]
@@ -299,30 +303,28 @@ class _Program:
                 break
         return jaxpr, attention, operands, words
 
-    def _written(self, last: _Equation) -> tuple[Callable[..., Any], list[Var]]:
-        """Returns an attention as the program computes it, and the values that it reads."""
+    def _written(self, last: _Equation, n: int) -> tuple[Callable[..., Any], list[Var]]:
+        """Returns an attention as the program computes it, from the arrays behind the first `n`, and what it reads."""
         equations = [*self._within[last], last]
         computed = {var for each in equations for var in each.eqn.outvars}
         inputs = list(dict.fromkeys([x for each in equations for x in each.inputs if x not in computed]))
         eqns = [each.eqn for each in equations]
         jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=last.eqn.outvars, eqns=eqns)
-        return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args)[0], inputs
+        return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args[n:])[0], inputs
 
     def rewritten(self) -> Any:
         """Returns the jaxpr, closed, with the kernel in place of each attention."""
-        needed, kept = {x for x in self._outs if isinstance(x, Var)}, list[Any]()
         # A call is opened if attention ends in it, or reads a value that it computes and does not return.
         opened = {call for each in self._replaced for call in each.calls}
         for atom in [x for each in self._replaced for x in each.eqn.invars if x in self._producers]:
             opened |= {call for call in self._producers[atom].calls if atom not in call.eqn.outvars}
 
         paths = [[call for call in (*each.calls, each) if call not in opened] for each in self._equations]
-        for each in dict.fromkeys([top for top, *_ in reversed(paths)]):
-            if each.eqn.effects or not needed.isdisjoint(each.eqn.outvars):
-                needed.update(each.inputs)
-                kept.append(jx.in_scopes_of([call.eqn for call in each.calls], each.eqn))
-        consts = {var: x for var, x in self._values.constants.items() if var in needed}
-        jaxpr = self._jaxpr.replace(constvars=[*consts], eqns=kept[::-1], outvars=self._outs)
+        tops = dict.fromkeys([top for top, *_ in paths])
+        eqns = [jx.in_scopes_of([call.eqn for call in each.calls], each.eqn) for each in tops]
+        kept, read = jx.live_equations(eqns, self._outs)
+        consts = {var: x for var, x in self._values.constants.items() if var in read}
+        jaxpr = self._jaxpr.replace(constvars=[*consts], eqns=kept, outvars=self._outs)
         return ClosedJaxpr(jaxpr, [*consts.values()])
 
 
@@ -334,18 +336,12 @@ def _with_names(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=_named(eqn.invars, names), outvars=_named(eqn.outvars, names))
 
 
-# The primitives whose derivatives are those of JAX, which refuses none.
-_DIFFERENTIABLE = {name for name, rule in RULES.items() if not (isinstance(rule, Rule) and rule.is_kernel)}
-_DIFFERENTIABLE |= {"jit", "cast_inputs", "iota", "and", "or", "not"}
-
-
 def _try(each: _Equation, attention: Attention, operands: Sequence[Var]) -> tuple[Any, str]:
     """Returns a call of a kernel as a jaxpr, and its words if it refuses its derivative; or None and why it refuses."""
     jaxpr, call = None, call_of(attention)
     try:
         jaxpr = _traced(each, call, operands)
-        if jx.holds(jaxpr, _may_raise):  # it takes as long to trace as the kernel
-            _traced(each, functools.partial(_gradients, call), operands)
+        _traced(each, functools.partial(_gradients, call), operands)
         return jaxpr, ""
     except Exception as error:
         return jaxpr, _words_of(error)
@@ -386,27 +382,15 @@ def _words_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _of_first(call: Callable, n: int, *arrays: Any) -> Any:
-    return call(*arrays[:n])
-
-
-def _on_each_platform(call: Callable, written: Callable, n: int, *arrays: Any) -> Any:
-    """Calls a kernel, and on a CPU a function of the arrays behind the first `n`.
-
-    A program that is traced on a CPU may be lowered for a GPU: `jax.export` and `lower(lowering_platforms=...)` do.
-    """
-    return lax.platform_dependent(*arrays, cpu=lambda *xs: written(*xs[n:]), default=call)
-
-
-def _with_derivative_of(call: Callable, written: Callable, n: int, name: str, words: str) -> Callable[..., Any]:
-    """Returns a call with the derivative of a function of the arrays behind the first `n`."""
+def _with_derivative_of(call: Callable, written: Callable, name: str, words: str) -> Callable[..., Any]:
+    """Returns a function with the derivative of another."""
     attend = jax.custom_vjp(call)
 
     def forward(*arrays: Any) -> Any:
         warn(f"`{name}` refuses the derivative of attention, which is computed as it is written: {words}")
-        return jax.vjp(written, *arrays[n:])
+        return jax.vjp(written, *arrays)
 
-    attend.defvjp(forward, lambda pull, cotangent: (*[None] * n, *pull(cotangent)))
+    attend.defvjp(forward, lambda pull, cotangent: pull(cotangent))
     return attend
 
 
@@ -427,11 +411,6 @@ def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
 
 def _is_exponential(primitive: Primitive, *args: Any, **params: Any) -> bool:
     return primitive.name in EXPONENTIALS
-
-
-def _may_raise(primitive: Primitive, *args: Any, **params: Any) -> bool:
-    """Whether the derivative of an op is not JAX's own, which refuses none."""
-    return primitive.name not in _DIFFERENTIABLE
 
 
 _rewritten = jx.Cache()

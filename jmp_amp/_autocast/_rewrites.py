@@ -218,8 +218,9 @@ def _transposed_product(op: CastOp, operands: Sequence[Any], i: int, cotangent: 
     transpose = jax.linear_transpose(lambda x: op.apply([*operands[:i], x, *operands[i + 1 :]])[0], operands[i])
 
     def apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        params = {"preferred_element_type": dtype} if "preferred_element_type" in eqn.params else {}
-        return jx.bind(eqn, args, **params)
+        if "preferred_element_type" in eqn.params:
+            return jx.bind(eqn, args, preferred_element_type=dtype)
+        return jx.bind(eqn, [lax.convert_element_type(x, args[0].dtype) for x in args])  # a pad has zeros of its dtype
 
     return jx.evaluate(jx.trace(transpose, [jx.with_dtype(cotangent, product.dtype)]), [cotangent], apply)[0]
 

@@ -33,6 +33,7 @@ from jmp_amp._jaxpr._trace import (
     is_floating,
     is_inexact,
     is_reference,
+    live_equations,
     nbytes_of,
     retyped,
     shape_of,

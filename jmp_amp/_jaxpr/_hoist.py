@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._structures import Body, Call, Loop, holds, inner_jaxprs, structure_of, with_checkpointed
-from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, nbytes_of, with_last_reads
+from jmp_amp._jaxpr._trace import apply_as_traced, bind, evaluate, live_equations, nbytes_of, with_last_reads
 from jmp_amp._jaxpr._versions import open_jaxpr, trace
 
 
@@ -77,22 +77,12 @@ def _split(jaxpr: Jaxpr, known: Sequence[bool], selects: Callable[..., bool]) ->
             if not results:
                 after.append(eqn)
         saved += results
-    after, read = _live(after, jaxpr.outvars)
+    after, read = live_equations(after, jaxpr.outvars)
     made = {*jaxpr.invars, *[var for eqn in after for var in eqn.outvars]}
     saved = [var for var in dict.fromkeys(saved) if var in read - made]
-    before, _ = _live(before, saved)
+    before, _ = live_equations(before, saved)
     first = jaxpr.replace(invars=[*compress(jaxpr.invars, known)], outvars=saved, eqns=before)
     return clean(first), clean(jaxpr.replace(invars=[*saved, *jaxpr.invars], eqns=after))
-
-
-def _live(eqns: Sequence[JaxprEqn], results: Iterable[Any]) -> tuple[list[JaxprEqn], set[Var]]:
-    """Returns the equations that results depend on, and the variables that these read, results among them."""
-    read, live = {atom for atom in results if isinstance(atom, Var)}, []
-    for eqn in reversed(eqns):
-        if not read.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            read |= {atom for atom in eqn.invars if isinstance(atom, Var)}
-    return live[::-1], read
 
 
 def _evaluate_once(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

@@ -261,6 +261,16 @@ def evaluate(
     return [read(atom) for atom in opened.outvars]
 
 
+def live_equations(eqns: Sequence[JaxprEqn], results: Iterable[Any]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Returns the equations that have effects or that results depend on, and the variables that any of these read."""
+    read, live = {atom for atom in results if isinstance(atom, Var)}, []
+    for eqn in reversed(eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            live.append(eqn)
+            read |= {atom for atom in eqn.invars if isinstance(atom, Var)}
+    return live[::-1], read
+
+
 def with_last_reads(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, list[Var]]]:
     """Pairs each equation with the variables that no later one reads, so that they can be freed outside `jit`."""
     read_later = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}

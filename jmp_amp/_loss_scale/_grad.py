@@ -272,12 +272,12 @@ def _accumulate(value_and_grad: Callable, steps: int, reduction: str, argnums: A
         numbered = jnp.arange(steps, dtype=jnp.uint32), batches
         first = jax.tree.map(lambda x: x[0], numbered)
         closed, _, rebuild = jx.trace_call(evaluate, (state, first), {})
-        # Casts of weights, or their scales in float8, are the same for all micro-batches. A module returns its weights
-        # as it got them.
+        # Casts and pads of weights, or their scales in float8, are the same for all micro-batches. A module returns its
+        # weights as it got them.
         leaves, opened = jax.tree.leaves(state), jx.open_jaxpr(closed)[0]
         pairs = zip(leaves, opened.invars, opened.outvars[len(opened.outvars) - len(leaves) :], strict=False)
         known = [x if var is out else None for x, var, out in pairs]
-        selects = is_float8_scale if jx.holds(closed, is_float8_scale) else _is_cast  # in float8, both save little more
+        selects = is_float8_scale if jx.holds(closed, is_float8_scale) else _is_hoisted  # which saves little in float8
         hoisted, moved = jx.hoist(closed, known, selects, growth=_GROWTH)
 
         def evaluate_hoisted(*args: Any) -> Any:
@@ -334,8 +334,10 @@ def _is_key(x: Any) -> bool:
 _GROWTH = 1.1  # casts stay in the loop if a micro-batch would need more than this many times its memory
 
 
-def _is_cast(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Whether an op casts an array to a smaller floating dtype."""
+def _is_hoisted(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether an op casts an array to a smaller floating dtype, or pads one in 16 bits, as large products do."""
+    if primitive is lax.pad_p:
+        return jx.is_floating(avals[0]) and avals[0].dtype.itemsize == 2
     if primitive is not lax.convert_element_type_p:
         return False
     dtype = params["new_dtype"]

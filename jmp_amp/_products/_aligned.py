@@ -1,9 +1,8 @@
 """Large products whose rows in memory are not multiples of 16 bytes, which NVIDIA's matrix units do not read.
 
-Such a product, as with a vocabulary of 50257, is bound to a primitive of its own. Where it is lowered for a CUDA
-device, its operands are padded with zeros, and its result is sliced: the function stays the same. Its gradients are
-such products, too. The primitive has the name and the parameters of `lax.dot_general_p`, so that whatever reads a
-program finds the product.
+Where such a product, as with a vocabulary of 50257, is traced for an NVIDIA GPU, its operands are padded with zeros,
+and its result is sliced: the function stays the same. These are plain ops of the program. So its gradients are aligned
+products, too, and what is computed once for all micro-batches includes the padding of a weight.
 """
 
 import functools
@@ -14,11 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
-from jax.interpreters import ad, mlir
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._products._primitives import primitive_as, transposed
+from jmp_amp._products._devices import automatic_devices, is_for_nvidia
 
 # Multiplications and additions per byte, above which the matrix unit of a V100 limits a product, and not its memory;
 # newer GPUs need more. See "Matrix Multiplication Background" in NVIDIA's Deep Learning Performance Guide.
@@ -27,8 +24,8 @@ _LEAST_INTENSITY = 139
 
 def bind_product(args: Sequence[Any], params: dict[str, Any]) -> jax.Array:
     """Computes `lax.dot_general` of operands of any dtype, aligned if it is large and its rows are not."""
-    is_aligned = padding(list(map(jax.typeof, args)), params) is None
-    return (lax.dot_general_p if is_aligned else _aligned_dot_p).bind(*args, **params)
+    zeros = padding(list(map(jax.typeof, args)), params, automatic_devices()) if is_for_nvidia() else None
+    return padded(functools.partial(lax.dot_general_p.bind, **params), zeros)(*args)
 
 
 def padding(avals: Sequence[Any], params: dict[str, Any], n_devices: int = 1) -> list[dict[int, int]] | None:
@@ -77,8 +74,7 @@ def padded(product: Callable[..., jax.Array], zeros: Sequence[dict[int, int]] | 
 
     def padded_product(*args: Any) -> jax.Array:
         shape = jax.eval_shape(product, *args).shape
-        pads = [[(0, n.get(axis, 0), 0) for axis in range(x.ndim)] for x, n in zip(args, zeros, strict=True)]
-        out = product(*[lax.pad(x, jnp.zeros((), x.dtype), pad) for x, pad in zip(args, pads, strict=True)])
+        out = product(*[_with_zeros(x, n) if n else x for x, n in zip(args, zeros, strict=True)])
         return lax.slice(out, [0] * len(shape), shape)
 
     return padded_product
@@ -90,31 +86,5 @@ def padding_for(ctx: Any, avals: Sequence[Any], params: dict[str, Any]) -> list[
     return padding(avals, params, jx.versions.automatic_devices(ctx)) if is_cuda else None
 
 
-def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
-    plain = functools.partial(lax.dot_general_p.bind, **params)
-    product = padded(plain, padding_for(ctx, ctx.avals_in, params))
-    return mlir.lower_fun(product, multiple_results=False)(ctx, *args)
-
-
-def _with_products(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """Computes a function of arrays with `bind_product` in place of its products."""
-
-    def apply(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
-        return [bind_product(args, eqn.params)] if eqn.primitive is lax.dot_general_p else jx.bind(eqn, args)
-
-    return jx.evaluate(jx.trace(fun, list(map(jax.typeof, args))), args, apply)
-
-
-def _gradient(i: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
-    """Returns the gradient of an operand, by an aligned product."""
-    gradient = transposed(functools.partial(lax.dot_general_p.bind, **params), i, operands[i].aval)
-    return _with_products(gradient, [cotangent, operands[1 - i]])[0]
-
-
-def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    return _with_products(jax.vmap(functools.partial(lax.dot_general_p.bind, **params), axes), args)[0], 0
-
-
-_aligned_dot_p = primitive_as(lax.dot_general_p.name, lax.dot_general_p.bind, _batch)
-ad.defbilinear(_aligned_dot_p, functools.partial(_gradient, 0), functools.partial(_gradient, 1))
-mlir.register_lowering(_aligned_dot_p, _lower)
+def _with_zeros(x: jax.Array, zeros: dict[int, int]) -> jax.Array:
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, zeros.get(axis, 0), 0) for axis in range(x.ndim)])

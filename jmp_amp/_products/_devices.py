@@ -1,10 +1,13 @@
-"""Which devices have float8 units, and whether those that have none compute as if they had."""
+"""The devices that products are traced for; which have float8 units, and whether others compute as if they had."""
 
 import contextlib
 import contextvars
+import math
 import os
 import re
 from collections.abc import Iterator
+
+import jax
 
 from pallas_kernels._devices import compute_capability, target_device
 
@@ -49,3 +52,17 @@ def without_float8(platform: str) -> str | None:
         return kind if (named if capability is None else capability < _ADA) else None
     has_units = platform == "tpu" and _TPUS_WITH.search(kind)
     return None if has_units else kind or platform
+
+
+def is_for_nvidia() -> bool:
+    """Whether the program that is traced now is for NVIDIA GPUs."""
+    device = target_device()
+    return device.platform == "gpu" and not device.device_kind.startswith("AMD")
+
+
+def automatic_devices() -> int:
+    """Returns over how many devices the compiler may split the arrays of the program that is traced now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and mesh.abstract_device is None:
+        return jax.device_count()
+    return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)  # of `shard_map`

@@ -22,7 +22,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import warn
 from jmp_amp._products._aligned import padded, padding_for
 from jmp_amp._products._devices import EMULATE, is_emulated, without_float8
-from jmp_amp._products._primitives import RAGGED_DOT, primitive_as, transposed
+from jmp_amp._products._primitives import RAGGED_DOT, primitive_as
 from jmp_amp._products._quantize import power_of_two, quantize, scale_exponent
 
 FLOAT8_DOT = "float8_dot_general"
@@ -85,8 +85,7 @@ def as_products(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint` that treats other products as `policy` treats `lax.dot_general`."""
 
     def saves(primitive: Primitive, *args: Any, **params: Any) -> Any:
-        is_product = primitive.name == "dot_general" or primitive is _float8_dot_p  # it may be an aligned one
-        return policy(lax.dot_general_p if is_product else primitive, *args, **params)
+        return policy(lax.dot_general_p if primitive is _float8_dot_p else primitive, *args, **params)
 
     return saves
 
@@ -177,8 +176,14 @@ def _gradient(
     Its partial sums are float32. It is on float8 operands if a device multiplies these.
     """
     unknown, known, rest, base = args[i], args[1 - i], args[2:], params["base"]
-    product = functools.partial(bind_plain, **params | {"preferred_element_type": base})
-    gradient = transposed(product, i, jx.with_dtype(unknown.aval, base))
+
+    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
+        def product(x: Any) -> Any:
+            operands = (x, known) if i == 0 else (known, x)
+            return bind_plain(*operands, *rest, **params | {"preferred_element_type": base})
+
+        return jax.linear_transpose(product, jx.with_dtype(unknown.aval, base))(cotangent)[0]
+
     program = jx.trace(gradient, [jx.with_dtype(cotangent, base), jx.with_dtype(known, base), *rest])
     # For a weight that is the right operand, JAX transposes the product. Here the operands are swapped instead.
     is_swapped = not rest and any(_is_matrix_transpose(eqn) for eqn in jx.open_jaxpr(program)[0].eqns)

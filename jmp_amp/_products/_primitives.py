@@ -1,4 +1,4 @@
-"""How the primitives of products are defined, and transposed."""
+"""How the primitives of products are defined."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -35,24 +35,3 @@ def primitive_as(name: str, fun: Callable[..., Any], batch: Callable[..., Any] |
 @functools.cache
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(primitive.bind, **params))
-
-
-def transposed(product: Callable[..., jax.Array], i: int, aval: Any) -> Callable[..., jax.Array]:
-    """Returns a function that computes the gradient of operand `i` of a product, in which the product is linear.
-
-    Args:
-        product: a function of two operands, and of more that have no gradient.
-        i: 0 or 1.
-        aval: the type of operand `i`.
-
-    Returns:
-        A function of the cotangent, the other operand and those without a gradient.
-    """
-
-    def gradient(cotangent: Any, known: Any, *rest: Any) -> Any:
-        def linear(x: Any) -> Any:
-            return product(*((x, known) if i == 0 else (known, x)), *rest)
-
-        return jax.linear_transpose(linear, aval)(cotangent)[0]
-
-    return gradient

@@ -58,8 +58,16 @@ def test_moves_no_more_bytes_and_holds_no_more_memory_than_mixed_by_hand(name):
     assert held <= held_by_hand
 
 
-@pytest.mark.parametrize(("steps", "scan"), [slow(4, False), slow(16, False), (16, True)])
-def test_micro_batches_move_the_bytes_of_a_hand_that_casts_weights_once(steps, scan):
+@pytest.mark.parametrize(
+    ("steps", "scan", "stream", "most"),
+    [
+        slow(4, False, "low", 1.02),
+        slow(16, False, "low", 1.02),
+        slow(16, False, "float32", 1.03),
+        (16, True, "low", 1.02),
+    ],
+)
+def test_micro_batches_move_the_bytes_of_a_hand_that_casts_weights_once(steps, scan, stream, most):
     def case(low):
         return models.gpt_case(low, layers=6, scan=scan, batch=16)
 
@@ -67,12 +75,11 @@ def test_micro_batches_move_the_bytes_of_a_hand_that_casts_weights_once(steps, s
     args = gpu_aot.struct(gpu_aot.h200_mesh(), args)
     loss_by_hand = models.without_scatter(case(jnp.bfloat16)[0])
     accumulated_by_hand = models.accumulated(loss_by_hand, jnp.bfloat16, steps, once=True)
-    # The residual stream of the hand is low.
-    low = amp.autocast(loss_fn, "bfloat16", residual_stream="low")
+    low = amp.autocast(loss_fn, "bfloat16", residual_stream=stream)  # that of the hand is low
     accumulated = amp.value_and_grad(low, accumulate_steps=steps)
     programs = [gpu_aot.compile_for(f, *args) for f in (accumulated, accumulated_by_hand)]
     moved, moved_by_hand = (gpu_aot.cost(program)["bytes_moved"] for program in programs)
-    assert moved <= 1.02 * moved_by_hand
+    assert moved <= most * moved_by_hand
 
 
 @pytest.mark.slow  # compiles three transformers

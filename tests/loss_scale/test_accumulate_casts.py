@@ -72,7 +72,7 @@ def test_the_loop_casts_no_weight_and_its_gradients_are_those_of_a_loop_that_doe
 
     assert casts_of_weights(evaluate(), WEIGHTS, X) == []
     once, eager = jax.jit(evaluate())(WEIGHTS, X), evaluate()(WEIGHTS, X)
-    monkeypatch.setattr(_grad, "_is_cast", _grad.is_float8_scale)
+    monkeypatch.setattr(_grad, "_is_hoisted", _grad.is_float8_scale)
     assert casts_of_weights(evaluate(), WEIGHTS, X) != []
     each = jax.jit(evaluate())(WEIGHTS, X)
     jax.tree.map(np.testing.assert_array_equal, once, each)

@@ -1,4 +1,4 @@
-"""Large products whose rows are not multiples of 16 bytes are padded where they are lowered for a CUDA device."""
+"""Large products whose rows are not multiples of 16 bytes are padded where they are traced for an NVIDIA GPU."""
 
 import functools
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jmp_amp as amp
 from jmp_amp import _jaxpr as jx
-from jmp_amp._products import _aligned, _primitives
+from jmp_amp._products import _aligned
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PLAIN = {"precision": None, "preferred_element_type": BF16, "out_sharding": None}
@@ -64,8 +64,8 @@ def test_symbolic_sizes_stay_as_they_are():
 def aligned(monkeypatch):
     """Pads products of any size, on every device."""
     monkeypatch.setattr(_aligned, "_LEAST_INTENSITY", 1e-9)
-    monkeypatch.setattr(_aligned, "padding_for", lambda ctx, avals, params: _aligned.padding(avals, params))
-    _primitives._jitted.cache_clear()
+    monkeypatch.setattr(_aligned, "is_for_nvidia", lambda: True)
+    monkeypatch.setattr(_aligned, "automatic_devices", lambda: 1)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -146,13 +146,20 @@ def test_every_form_of_a_program_is_the_same(form, options, aligned, monkeypatch
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-3), got, want)
 
 
+def traced_for(platform, fun, *args, sizes=(), names=()):
+    """Traces a function for a device that is not present, or for one of a mesh, and lowers it."""
+    kinds = {"cuda": AbstractDevice("NVIDIA H200", 132, platform="gpu")}
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), abstract_device=kinds.get(platform))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
 def lowered(platform, dtype="bfloat16", **options):
     def vocabulary(w, x):
         return jnp.sum(jax.nn.logsumexp(x @ w, -1))
 
     args = jax.ShapeDtypeStruct((512, 5021), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
-    fun = jax.jit(jax.value_and_grad(amp.autocast(vocabulary, dtype, **options), (0, 1)))
-    return fun.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return traced_for(platform, jax.value_and_grad(amp.autocast(vocabulary, dtype, **options), (0, 1)), *args)
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_grad_dtype": "float32"}], ids=["", "float32 gradients"])
@@ -210,16 +217,29 @@ def test_a_program_for_a_mesh_pads_what_it_cannot_split(columns, is_padded):
     split = NamedSharding(mesh, SPEC(None, None if is_padded else "model"))
     w = jax.ShapeDtypeStruct((512, columns), jnp.float32, sharding=split)
     x = jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=NamedSharding(mesh, SPEC()))
-    traced = jax.jit(jax.grad(amp.autocast(vocabulary, "bfloat16"))).trace(w, x)
-    assert ("5024" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_padded
+    fun = jax.grad(amp.autocast(vocabulary, "bfloat16"))
+    assert ("5024" in traced_for("cuda", fun, w, x, sizes=(4,), names=("model",))) == is_padded
 
 
-def test_a_shard_is_padded():
+def test_a_shard_is_padded(monkeypatch):
     def vocabulary(w, x):
         return jnp.sum(jax.nn.logsumexp(x @ w, -1))[None]
 
+    monkeypatch.setattr(_aligned, "is_for_nvidia", lambda: True)
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     specs = SPEC(None, "model"), SPEC()
     sharded = jax.shard_map(amp.autocast(vocabulary, "bfloat16"), mesh=mesh, in_specs=specs, out_specs=SPEC("model"))
     args = jax.ShapeDtypeStruct((512, 4 * 5020), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     assert "1024x5024xbf16" in jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_weight_is_padded_once_for_all_micro_batches(monkeypatch):
+    def vocabulary(w, x):
+        return jnp.mean(jax.nn.logsumexp(x @ w, -1))
+
+    args = jax.ShapeDtypeStruct((512, 5021), jnp.float32), jax.ShapeDtypeStruct((4 * 1024, 512), jnp.float32)
+    monkeypatch.setattr(_aligned, "is_for_nvidia", lambda: True)
+    program = jax.make_jaxpr(amp.value_and_grad(amp.autocast(vocabulary, "bfloat16"), accumulate_steps=4))(*args)
+    pads = [eqns for eqns in jx.equations_in(program) if eqns[-1].primitive is lax.pad_p]
+    of_weight = [eqns for eqns in pads if eqns[-1].outvars[0].aval.shape == (512, 5024)]
+    assert [[eqn.primitive.name for eqn in eqns] for eqns in of_weight] == [["pad"]]  # in no loop
