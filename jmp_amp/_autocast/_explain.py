@@ -105,7 +105,8 @@ def explain_call(
         args: the arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: likewise.
         argnums: the positional arguments whose floating arrays are differentiated; None for all arguments.
-        beginnings: takes the rules, the plan and its steps; what it returns names the op where the reason for a product begins.
+        beginnings: takes the rules, the plan and its steps; what it returns names the op where the reason for a product
+            begins.
 
     Returns:
         The fields `rows`, `attention`, `casts`, `kept`, `scans` and `why_forward` of a `PrecisionReport`.
