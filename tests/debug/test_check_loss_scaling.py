@@ -379,7 +379,7 @@ def noisy(params, x, key):
     return loss_fn(params, x) * jnp.mean(jax.random.bernoulli(key, 0.5, (8,)))
 
 
-@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+@pytest.mark.parametrize("make", [pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow), jax.random.key])
 def test_random_numbers_that_all_micro_batches_share_are_named(make):
     tx = amp.dynamic_loss_scale(optax.adam(1e-3))
 

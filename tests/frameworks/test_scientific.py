@@ -36,8 +36,12 @@ def products(fun, *args):
 
 @pytest.mark.parametrize(
     ("region", "dtypes"),
-    [(contextlib.nullcontext, FULL), (functools.partial(amp.precision, "float16"), LOW)],
-    ids=["the field decides on the steps", "a region comes first"],
+    [
+        pytest.param(contextlib.nullcontext, FULL, id="the field decides on the steps"),
+        pytest.param(
+            functools.partial(amp.precision, "float16"), LOW, id="a region comes first", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_neural_ode_with_adaptive_steps_is_solved_and_differentiated_either_way_round(region, dtypes):
     loss = neural_ode(adaptive=True, region=region)

@@ -579,7 +579,7 @@ def test_a_step_under_any_sharding_is_that_of_one_device(shape, spec, make, kind
         assert same_bits(state, run(alone, 2, plain, grads_of=lambda i: gradients(i, plain))[1])
 
 
-@pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
+@pytest.mark.parametrize("spec", [pytest.param(P("data"), marks=pytest.mark.slow), P("data", "model")], ids=str)
 def test_float32_and_back_is_the_identity_on_explicit_axes(spec):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     tx = amp.low_precision_state(optax.lion(1e-2))
