@@ -347,7 +347,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
 
 
 def why_as_traced(info: EqnInfo, demand: int, operands: Sequence[ValueFacts], form: Format) -> str | None:
-    """Returns why an equation runs as it was traced, as a key of `WHY_AS_TRACED`; None if it does not.
+    """Returns why an equation runs as it was traced, as in `OpSite.why`; None if it does not.
 
     A value counts as an angle only if all its readers read it as one. For the other ways, one reader suffices.
     """
@@ -402,25 +402,6 @@ _OF_A_METRIC = Demand.RETURNED | Demand.METRIC | Demand.CODE | Demand.INDEX
 
 # What stays in the body of a loop: its own end, its own carries, and what gates are made of.
 _OF_A_BODY = Demand.ENDS_LOOP | Demand.TERM | Demand.RECURRENCE | Demand.MAKES_GATE
-
-# Why a product runs as it was traced, in words.
-WHY_AS_TRACED = {
-    "index": "its result is converted to an integer",
-    "decomposition": "a matrix decomposition, a solver, or an iteration for one reads its result",
-    "distance": "a term of a squared distance, of a variance or of a difference from a mean: they cancel",
-    "angle": "only sines and cosines read its result",
-    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
-    "logarithm": "a logarithm or a quotient reads it, and it may be smaller or larger than float16 holds",
-    "solution": "it reads what a decomposition or a solver returned",
-    "loss": "it selects logarithms, or sums them for what the program returns, as a loss does",
-    "recurrence": "a loop replaces a carry with products and sums of it",
-    "code": "a sum by whole numbers that is compared with another, as a code",
-    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
-    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
-    "count": "it counts: both operands come from comparisons or integers",
-    "sum": "it sums so many squares, or terms by whole numbers, that float16 may overflow",
-    "loop": "it decides when a loop ends",
-}
 
 # What readers demand of a product for these reasons. One of `_SUFFICIENT` alone is a reason: the first one counts.
 DEMAND_OF = {

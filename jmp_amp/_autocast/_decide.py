@@ -81,7 +81,7 @@ class Context(NamedTuple):
 
 
 def decide(op: Context) -> tuple[Any, str]:
-    """Returns the dtype that the float32 operands of an op are cast to, and why, as a key of `REASONS`.
+    """Returns the dtype that the float32 operands of an op are cast to, and why, as in `OpSite.why`.
 
     None leaves the operands as they are.
     """

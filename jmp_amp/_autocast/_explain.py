@@ -14,7 +14,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import Found
-from jmp_amp._autocast._analyses import WHY_AS_TRACED
 from jmp_amp._autocast._api import Settings, autocast_with, planner_of
 from jmp_amp._autocast._plan import CastOp, Plan, Step
 from jmp_amp._autocast._planner import Planner
@@ -33,7 +32,7 @@ class OpSite(jx.Site):
 
     Attributes:
         op_class: the class of the primitive, see `autocast`.
-        why: a key of `REASONS`.
+        why: the reason in a word or two, which `explain` prints with its meaning.
         begins: of a product in float32, the op where the reason begins, `"eigh at train.py:12 (whiten)"`; empty for
             other ops, and where it is the product itself.
         inputs: the dtypes of its floating operands before they are cast.
@@ -53,36 +52,6 @@ class OpSite(jx.Site):
     padding: str
     flops: int
     bytes: int
-
-
-REASONS = {
-    "rule": "the class of its primitive",
-    "bias": "a bias does not widen a product, nor a scalar an array",
-    "number": "a number in the code that the low dtype does not hold: it computes in float32 and rounds its result",
-    "stream": "it is a part of a residual stream, which `residual_stream` asks to be low",
-    **WHY_AS_TRACED,
-    "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
-    "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
-    "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
-    "offset": "it adds or multiplies by a constant of 16 or more, whose digits or range 16 bits do not have",
-    "short": "it sums at most 3 terms of float32 data, which no matrix unit computes faster",
-    "readers": "all readers of its result read float32, and it fuses with them",
-    "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
-    "no weight": "float8 is for products with a weight, which is an argument of the function",
-    "multiple": "a product of experts in float8 needs sizes that are multiples of 16",
-    "size": "the product is too small to gain by float8",
-    "precision": "the program asks for float32 by `precision`",
-    "region": "it is in a region: `full_precision` or `precision(dtype)`",
-    "pattern": "its scope matches a pattern in `rules`",
-    "override": "`rules` gives its primitive another class",
-    "traced": "the op, or an operand, was traced in another dtype than float32",
-    "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
-    "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
-    "small divisor": "it divides a float16 value by a number plus a constant below 6e-5: where the number is 0, the "
-    "gradient of the value is 1 / constant, beyond float16; see docs/sharp-bits.md",
-    "opaque": "no rule for this primitive: the products in it stay as they were traced",
-    "derivative": "JAX derives it from the forward pass",
-}
 
 
 # The steps of a plan and of the plans in it: the plan, the step, and its equation behind those around it.

@@ -124,7 +124,7 @@ def _float8_product(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | Non
 
 
 def why_not_float8(eqn: JaxprEqn, is_input: Sequence[bool], float8: Float8) -> str | None:
-    """Returns why a low-precision product or convolution is not float8, as a key of `REASONS`; None if it is.
+    """Returns why a low-precision product or convolution is not float8, as in `OpSite.why`; None if it is.
 
     Args:
         eqn: the product.

@@ -15,16 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import AttentionSite
-from jmp_amp._autocast import (
-    DEMAND_OF,
-    REASONS,
-    AutocastOptions,
-    OpSite,
-    Steps,
-    explain_call,
-    matches_scope,
-    parse_settings,
-)
+from jmp_amp._autocast import DEMAND_OF, AutocastOptions, OpSite, Steps, explain_call, matches_scope, parse_settings
 from jmp_amp._calls import transformation
 from jmp_amp._formats import FORMATS
 from jmp_amp._ops import RULES, Demand, ResultKind, Rule
@@ -34,6 +25,49 @@ _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "sourc
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
 _FEW_IN_FLOAT32, _MOST_REASONS = 0.95, 8  # with so many of the FLOPs in 16 bits, nothing is said of the others
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
+# The reasons for a dtype, `OpSite.why`, in words.
+_REASONS = {
+    "rule": "the class of its primitive",
+    "bias": "a bias does not widen a product, nor a scalar an array",
+    "number": "a number in the code that the low dtype does not hold: it computes in float32 and rounds its result",
+    "stream": "it is a part of a residual stream, which `residual_stream` asks to be low",
+    "index": "its result is converted to an integer",
+    "decomposition": "a matrix decomposition, a solver, or an iteration for one reads its result",
+    "distance": "a term of a squared distance, of a variance or of a difference from a mean: they cancel",
+    "angle": "only sines and cosines read its result",
+    "edge": "its result is read at the edge of a domain, where the slope is infinite, as by `acos`",
+    "logarithm": "a logarithm or a quotient reads it, and it may be smaller or larger than float16 holds",
+    "solution": "it reads what a decomposition or a solver returned",
+    "loss": "it selects logarithms, or sums them for what the program returns, as a loss does",
+    "recurrence": "a loop replaces a carry with products and sums of it",
+    "code": "a sum by whole numbers that is compared with another, as a code",
+    "rank": "its few columns are chosen from by their order, as by `top_k` or `argsort`",
+    "vector": "a product with a constant vector, such as an expectation over bins, which is a sum",
+    "count": "it counts: both operands come from comparisons or integers",
+    "sum": "it sums so many squares, or terms by whole numbers, that float16 may overflow",
+    "loop": "it decides when a loop ends",
+    "reference": "it is in a function with a custom derivative and a reference to an array, which JAX runs",
+    "cast_inputs": "it is in a function with `cast_inputs`, which runs as it is written",
+    "constant": "it reads a constant that the low dtype cannot hold, or a value computed from one",
+    "offset": "it adds or multiplies by a constant of 16 or more, whose digits or range 16 bits do not have",
+    "short": "it sums at most 3 terms of float32 data, which no matrix unit computes faster",
+    "readers": "all readers of its result read float32, and it fuses with them",
+    "no matrix product": "float8 is for products of two matrices, not for convolutions or batches of products",
+    "no weight": "float8 is for products with a weight, which is an argument of the function",
+    "multiple": "a product of experts in float8 needs sizes that are multiples of 16",
+    "size": "the product is too small to gain by float8",
+    "precision": "the program asks for float32 by `precision`",
+    "region": "it is in a region: `full_precision` or `precision(dtype)`",
+    "pattern": "its scope matches a pattern in `rules`",
+    "override": "`rules` gives its primitive another class",
+    "traced": "the op, or an operand, was traced in another dtype than float32",
+    "kernel": "autocast cannot read a kernel: it runs in the dtypes that it was traced in; see `cast_inputs`",
+    "unknown": "no rule for this primitive: it runs in the dtypes that it was traced in",
+    "small divisor": "it divides a float16 value by a number plus a constant below 6e-5: where the number is 0, the "
+    "gradient of the value is 1 / constant, beyond float16; see docs/sharp-bits.md",
+    "opaque": "no rule for this primitive: the products in it stay as they were traced",
+    "derivative": "JAX derives it from the forward pass",
+}
 
 
 @transformation
@@ -329,7 +363,7 @@ def _notes(printed: Sequence[OpSite], sites: Sequence[OpSite]) -> list[str]:
     more = [f'{count} more op sites: `report.select(direction="{name}")`' for name, count in hidden.items()]
     if any(site.padding for site in printed):
         more.insert(0, "padded: with zeros, on CUDA devices, whose matrix units read rows of 16 bytes")
-    return [f"{why}: {meaning}" for why, meaning in REASONS.items() if why in reasons] + more
+    return [f"{why}: {meaning}" for why, meaning in _REASONS.items() if why in reasons] + more
 
 
 def _module_or_function(site: OpSite) -> str:
