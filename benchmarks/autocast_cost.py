@@ -161,7 +161,7 @@ This table is the reason for the default `save="matmuls"`. For a scan without re
 memory of `save="all"`, and moves fewer bytes. For a scan with remat it is the same, since the user's checkpoint decides
 what is kept. Without a scan, it changes nothing.
 
-`residual_stream="low"` saves 4 to 8% of the bytes of the first transformers and 2 to 5% of their memory, beside the
+`residual_stream="low"` saves 4 to 8% of the bytes of the first transformers and 1 to 5% of their memory, beside the
 default. [Attention in one kernel](attention.md) has these transformers with cuDNN's attention.
 
 `weight_grad_dtype="float32"` writes each weight gradient in float32. That costs little or nothing if the gradient is

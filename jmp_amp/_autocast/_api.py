@@ -104,7 +104,7 @@ def autocast(
             derivative (`jax.jvp`). None computes them in the compute dtype.
         residual_stream: `"low"` stores the residual stream in the compute dtype: sums of layer outputs, embeddings and
             positions that a norm reads, sums with the result of a norm that a product reads (a ResNet has these), and
-            the carries of scans over layers. On an H200 it saves 4 to 8% of the bytes of a transformer and 2 to 5% of
+            the carries of scans over layers. On an H200 it saves 4 to 8% of the bytes of a transformer and 1 to 5% of
             its memory. In float16 the sums overflow above 65504. `"float32"` gives such a sum the widest dtype of its
             terms, as PyTorch and JAX do. States, losses, and sums that `fun` returns stay float32.
         attention: what computes the attention of `fun`, which needs no change: `"cudnn"` or another `implementation`
