@@ -20,19 +20,21 @@ class Call(NamedTuple):
         jaxpr: the jaxpr; its results are those of the equation.
         operands: the indices of the operands that are its inputs.
         is_inline: whether the jaxpr can be evaluated in place of the equation. That of `shard_map` cannot: it runs on
-            shards. Nor can that of a `jit` which says how operands or results are spread over devices.
+            shards.
         rule: whose derivative it has instead of that of the jaxpr: `"custom_jvp_call"`, `"custom_vjp_call"` or None.
+        has_shardings: whether the equation says how operands or results are spread over devices.
     """
 
     jaxpr: Any
     operands: Sequence[int]
     is_inline: bool = True
     rule: str | None = None
+    has_shardings: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the jaxpr says all that the equation does, so that its equations can be in place of this one."""
-        return self.is_inline and self.rule is None
+        return self.is_inline and self.rule is None and not self.has_shardings
 
     @property
     def jaxprs(self) -> tuple[Any]:
@@ -200,7 +202,7 @@ def _jit(eqn: JaxprEqn) -> Call:
     """Returns the structure of a `jit`."""
     shardings = *eqn.params["in_shardings"], *eqn.params["out_shardings"]
     is_set = any(isinstance(each, jax.sharding.Sharding) for each in shardings)
-    return Call(eqn.params["jaxpr"], range(len(eqn.invars)), is_inline=not is_set)
+    return Call(eqn.params["jaxpr"], range(len(eqn.invars)), has_shardings=is_set)
 
 
 def _hi_call(eqn: JaxprEqn) -> Call | None:

@@ -88,7 +88,7 @@ class Evaluation:
         with jx.versions.origin_of(place.eqn) if structure else contextlib.nullcontext():
             match structure:
                 # A derivative rule is kept unless ops are evaluated otherwise.
-                case jx.Call(jaxpr, inputs, True, rule) if (not rule or changes_ops) and not is_one:
+                case jx.Call(jaxpr, inputs, is_inline=True, rule=rule) if (not rule or changes_ops) and not is_one:
                     return self._run(jaxpr, [operands[i] for i in inputs], place)
                 case jx.Branches(jaxprs, inputs) if is_changed:
                     return self._trace_branches(jaxprs, [operands[i] for i in inputs], operands[0], place)
@@ -394,7 +394,7 @@ class Interpretation:
     def _visit(self, operands: list[Node], place: Place) -> Sequence[Node]:
         """Follows the values into an equation, or through an op."""
         match structure_of(place.eqn):
-            case jx.Call(jaxpr, inputs, True):
+            case jx.Call(jaxpr, inputs, is_inline=True):
                 return self._follow(jaxpr, [operands[i] for i in inputs], place)
             case jx.Branches(jaxprs, inputs):
                 for k, jaxpr in enumerate(jaxprs):

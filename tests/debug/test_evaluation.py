@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp.debug import first_nonfinite
+from jmp_amp.debug import error_budget, first_nonfinite
 from jmp_amp.debug._evaluation import FLOAT32, FLOAT64, Evaluation, Interpretation
 
 pytestmark = pytest.mark.usefixtures("users_code")
@@ -82,6 +82,20 @@ def test_shard_map_counts_as_one_op_and_vmap_in_its_place_is_entered():
     assert f"test_evaluation.py:{line} " in found.source
     assert found.finite_in_float32
     assert "full_precision" in found.cure
+
+
+def test_a_jit_with_shardings_is_entered():
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("rows",)), P())
+
+    def fun(w):
+        return jnp.mean(jnp.exp(100 * w) @ w)  # planted: shardings
+
+    step = jax.jit(fun, in_shardings=sharding, out_shardings=sharding)
+    w = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    found = first_nonfinite(step)(w)
+    assert found.primitive == "exp"
+    assert f"test_evaluation.py:{line_of('shardings')} " in found.source
+    assert "dot_general" in {row.primitive for row in error_budget(step)(0.01 * w).rows}
 
 
 @pytest.mark.parametrize("wrap", [jax.pmap, jax.vmap])

@@ -105,9 +105,8 @@ def test_an_old_checkpoint_of_remainders_is_found_before_the_first_step(tmp_path
     full, halves = (amp.dynamic_loss_scale(tx) for tx in forms.values())
     updates, state = halves.update(jax.tree.map(jnp.ones_like, PARAMS), halves.init(PARAMS), PARAMS, loss_scale=1.0)
     params = optax.apply_updates(PARAMS, updates)
-    old = state._replace(
-        inner_state=amp.LowPrecisionParamsState(*state.inner_state)
-    )  # the only class of early versions
+    # The only class of early versions.
+    old = state._replace(inner_state=amp.LowPrecisionParamsState(*state.inner_state))
     restored = orbax(old, full.init(params), tmp_path)
     assert restored.inner_state.masters["w"].dtype == jnp.float32
     with pytest.raises(amp.LossScaleError, match="the masters of parameters in the state are their remainders"):
