@@ -1,6 +1,6 @@
 """The CPU time of `amp.debug.first_nonfinite` on a train step that overflows, beside that in which the step compiles.
 
-JAX_PLATFORMS=cpu python benchmarks/nonfinite_time.py [--layers 1]
+JAX_PLATFORMS=cpu python benchmarks/nonfinite_time.py [--layers 1] [--of weight]
 """
 
 import argparse
@@ -114,8 +114,12 @@ def seconds(run):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=1)
-    params, x, y = make(parser.parse_args().layers)
-    args = params, amp.set_loss_scale(tx.init(params), 2.0**24), x, y
+    parser.add_argument("--of", choices=("scale", "weight"), default="scale", help="what is too large")
+    options = parser.parse_args()
+    params, x, y = make(options.layers)
+    if options.of == "weight":
+        params["layers"][-1]["ff1"]["down"]["w"] *= 1e6
+    args = params, amp.set_loss_scale(tx.init(params), 2.0**24 if options.of == "scale" else 2.0**10), x, y
     n = sum(not jx.inner_jaxprs(eqn) for *_, eqn in jx.equations_in(step.trace(*args).jaxpr))
     compiled, _ = seconds(lambda: step.lower(*args).compile())
     jax.clear_caches()

@@ -19,12 +19,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import AutocastOptions, autocast_with, flops_of, parse_settings
+from jmp_amp._autocast import AutocastOptions, autocast_with, parse_settings
 from jmp_amp._formats import FLOAT32, FORMATS
 from jmp_amp._ops import OpClass, ResultKind, rule_of
 from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, emulated, in_base
 from jmp_amp.debug._compare import GradOptions, check_finite, loss_and_grads, parse_grad_options
 from jmp_amp.debug._evaluation import QUICK, Evaluation, as_traced, keeps_dtypes
+from jmp_amp.debug._explain import flops_of
 from jmp_amp.debug._nodes import Id, Place, is_low, reads_low
 from jmp_amp.debug._report import as_jit_takes
 

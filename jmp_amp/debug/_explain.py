@@ -6,24 +6,41 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any, Unpack, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._attention import AttentionSite
-from jmp_amp._autocast import DEMAND_OF, AutocastOptions, OpSite, Steps, explain_call, matches_scope, parse_settings
-from jmp_amp._calls import transformation
-from jmp_amp._formats import FORMATS
-from jmp_amp._ops import RULES, Demand, ResultKind, Rule
+from jmp_amp._autocast import (
+    DEMAND_OF,
+    AutocastOptions,
+    Decision,
+    Settings,
+    Steps,
+    autocast_with,
+    decision_of,
+    matches_scope,
+    parse_settings,
+    planner_of,
+    steps_of,
+)
+from jmp_amp._calls import quote, shorten, transformation
+from jmp_amp._formats import FLOAT32, FORMATS
+from jmp_amp._modules import unbound
+from jmp_amp._ops import RULES, Demand, ResultKind, Rule, product_axes
+from jmp_amp._products import FLOAT8_DOT, FLOAT8_RAGGED_DOT, RAGGED_DOT, padding
 from jmp_amp.debug._report import Content, Report, Table, as_jit_takes, check_callable, grouped, without_numbers
 
 _COLUMNS = ("op", "class", "why", "in", "compute", "out", "runs", "size", "source")
 _ATTENTION = ("module", "kernel", "why", "runs", "source")
 _FEW_IN_FLOAT32, _MOST_REASONS = 0.95, 8  # with so many of the FLOPs in 16 bits, nothing is said of the others
+_FLOAT8 = {FLOAT8_DOT, FLOAT8_RAGGED_DOT}
 _KERNELS = {name for name, rule in RULES.items() if isinstance(rule, Rule) and rule.is_kernel}
 # The reasons for a dtype, `OpSite.why`, in words.
 _REASONS = {
@@ -68,6 +85,34 @@ _REASONS = {
     "opaque": "no rule for this primitive: the products in it stay as they were traced",
     "derivative": "JAX derives it from the forward pass",
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpSite(jx.Site):
+    """The dtypes that autocast chooses for an op, and why.
+
+    Attributes:
+        op_class: the class of the primitive, see `autocast`.
+        why: the reason in a word or two, which `explain` prints with its meaning.
+        begins: of a product in float32, the op where the reason begins, `"eigh at train.py:12 (whiten)"`; empty for
+            other ops, and where it is the product itself.
+        inputs: the dtypes of its floating operands before they are cast.
+        compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
+        output: the dtype of its result.
+        padding: what padding on CUDA devices makes of sizes of a product, `"50257 to 50264"`; empty for most.
+        flops: floating-point operations of all runs, of products and convolutions only.
+        bytes: the size of the results of all runs.
+    """
+
+    op_class: str
+    why: str
+    begins: str = ""
+    inputs: tuple[str, ...]
+    compute: str
+    output: str
+    padding: str
+    flops: int
+    bytes: int
 
 
 @transformation
@@ -126,11 +171,174 @@ def explain(
     @functools.wraps(fun, updated=())
     def explained(*args: Any, **kwargs: Any) -> PrecisionReport:
         args, kwargs = as_jit_takes(args, kwargs)
-        fields = explain_call(fun, settings, args, kwargs, argnums, _beginnings)
-        again = lambda **options: explain(fun, argnums=argnums, **options)(*args, **kwargs)  # noqa: E731
-        return PrecisionReport(**fields, dtype=settings.format.name, _explain_again=again)
+        program, why_forward, plan, attention = _traced(fun, settings, args, kwargs, argnums)
+        planner, steps, equations = planner_of(settings.options), list(steps_of(plan)), list(jx.equations_in(program))
+        beginning, forward = _beginnings(planner.rule_of, plan, steps), list[OpSite]()
+        for within, step, eqns in steps:
+            eqn, rule = step.eqn, planner.rule_of(step.eqn)
+            if step.inner or not any(map(jx.is_inexact, (*eqn.invars, *eqn.outvars))):
+                continue
+            decision = decision_of(planner, within, step)
+            if decision.why == step.why and _has_small_divisor(planner.rule_of, within, eqn):
+                decision = decision._replace(why="small divisor")
+            is_wide = rule.is_product and FLOAT32 in decision.operands
+            begins = beginning(eqns, decision.why, step.region.format.dtype) if is_wide else ""
+            site = _op_site(eqns, rule, decision)
+            forward.append(dataclasses.replace(site, direction="forward", begins=begins))  # also of a gradient in `fun`
+        behind = (eqns for eqns in equations if jx.direction_of(eqns) != "forward")
+        backward = [_backward_site(planner.rule_of(eqns[-1]), eqns) for eqns in behind if _is_op(eqns[-1])]
+        lines = dict.fromkeys((step.keeper, jx.Site.at(eqns).source) for _, step, eqns in steps if step.keeper)
+        return PrecisionReport(
+            rows=(*forward, *backward),
+            attention=tuple([each.site for each in attention]),
+            dtype=settings.format.name,
+            casts=sum(jx.runs_of(eqns) for eqns in equations if _is_cast(eqns[-1])),
+            kept=None if why_forward else _kept(program),
+            scans={keeper: [line for name, line in lines if name == keeper] for keeper, _ in lines},
+            why_forward=why_forward,
+            _explain_again=lambda **options: explain(fun, argnums=argnums, **options)(*args, **kwargs),
+        )
 
     return explained
+
+
+def _traced(
+    fun: Callable, settings: Settings, args: Sequence[Any], kwargs: dict[str, Any], argnums: Any
+) -> tuple[Any, str, Any, Sequence[Any]]:
+    """Traces a call under autocast and its gradient, or the call alone if it has none.
+
+    Returns:
+        The program, why it has no gradient, the plan of autocast, and what it found of attention.
+    """
+    (fun, args), n_args = unbound(fun, args), len(args)
+    chosen = range(len(args) + 1) if argnums is None else _positions(argnums, n_args, len(args) - n_args)
+    calls = list[Any]()
+    autocasted = autocast_with(fun, settings, lambda *call: calls.append(call))
+
+    def call_and_pull(*args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = jx.split_arrays((args, kwargs))
+        arguments = [i for i, arg in enumerate((*args, kwargs)) for _ in jx.split_arrays(arg)[0]]  # keywords are last
+        is_float = [jx.is_floating(x) and i in chosen for i, x in zip(arguments, arrays, strict=True)]
+
+        def of_floats(*floats: Any) -> list[Any]:
+            args, kwargs = rebuild(jx.combine(is_float, floats, arrays))
+            return list(filter(jx.is_inexact, jx.split_arrays(autocasted(*args, **kwargs))[0]))
+
+        out, pull = jax.vjp(of_floats, *compress(arrays, is_float))
+        return out, pull([jnp.ones_like(x) for x in out])
+
+    try:
+        return jx.trace_call(call_and_pull, args, kwargs, jax.ShapeDtypeStruct)[0], "", *calls[-1]
+    except Exception as error:
+        by = "all floating arguments" if argnums is None else f"the arguments {argnums}"
+        if not jx.versions.has_no_derivative(error):
+            error.add_note(f"`explain` differentiates with respect to {by}; others are chosen by `argnums`")
+            raise
+        what = shorten(str(error).strip().partition("\n")[0].rstrip("."))
+        why = f"with respect to {by} ({type(error).__name__}: {what})"
+        return jx.trace_call(autocasted, args, kwargs, jax.ShapeDtypeStruct)[0], why, *calls[-1]
+
+
+def _positions(argnums: int | Sequence[int], n: int, offset: int) -> set[int]:
+    """Returns the positions of arguments among `n`, behind `offset` others."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
+        raise ValueError(f"`argnums` must be positions of the {n} positional arguments, got {quote(argnums)}")
+    return {i % n + offset for i in numbers}
+
+
+def _has_small_divisor(rule_of: Callable[[JaxprEqn], Rule], plan: Any, eqn: JaxprEqn) -> bool:
+    """Whether a quotient is of a float16 value and of a number that a small constant keeps from 0.
+
+    The derivative in the value is 1 / constant where the number is 0, and is cast to float16.
+    """
+    if rule_of(eqn).kind is not ResultKind.QUOTIENT:
+        return False
+    value, divisor = list[Any](eqn.invars)
+    if isinstance(value, Literal) or plan.values[value].dtype != jnp.float16:
+        return False
+    made = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
+    while isinstance(divisor, Var) and (made_by := made.get(divisor)):
+        rule = rule_of(made_by)
+        if rule.kind is ResultKind.SUM or made_by.primitive.name == "max":
+            numbers = [float(x.val) for x in made_by.invars if isinstance(x, Literal) and np.ndim(x.val) == 0]
+            return any(0 < x < float(jnp.finfo(jnp.float16).tiny) for x in numbers)
+        divisor = made_by.invars[0] if rule.moves or rule.is_cast else None
+    return False
+
+
+def _op_site(eqns: Sequence[JaxprEqn], rule: Rule, decision: Decision) -> OpSite:
+    eqn, site, results = eqns[-1], jx.Site.at(eqns), decision.results
+    floating = [*compress(results, map(jx.is_inexact, eqn.outvars))]
+    operands = decision.operands or floating
+    compute = " ".join(map(str, dict.fromkeys(operands) if eqn.primitive.name in _FLOAT8 else [_widest(operands)]))
+    pairs = zip(eqn.outvars, results, strict=True)
+    sizes = [math.prod(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in pairs]
+    return OpSite(
+        **vars(site),
+        op_class=rule.op_class.value,
+        why=decision.why,
+        inputs=tuple(map(str, decision.inputs)),
+        compute=compute,
+        output=str(_widest(floating) if floating else results[0] if results else ""),
+        padding=_padding(eqn, compute),
+        flops=site.runs * flops_of(eqn),
+        bytes=site.runs * sum(sizes),
+    )
+
+
+def _is_op(eqn: JaxprEqn) -> bool:
+    return any(map(jx.is_inexact, eqn.outvars)) and not jx.inner_jaxprs(eqn)
+
+
+def _backward_site(rule: Rule, eqns: Sequence[JaxprEqn]) -> OpSite:
+    eqn = eqns[-1]
+    inputs = [jx.dtype_of(atom) for atom in eqn.invars if jx.is_inexact(atom)]
+    operands = eqn.params["operands"] if eqn.primitive.name in _FLOAT8 else inputs
+    return _op_site(eqns, rule, Decision(inputs, operands, [*map(jx.dtype_of, eqn.outvars)], "derivative"))
+
+
+def _padding(eqn: Any, compute: str) -> str:
+    """Returns the sizes of a product that are padded; `compute` is the dtype of its operands, or two."""
+    if eqn.primitive.name not in ("dot_general", FLOAT8_DOT):
+        return ""
+    avals = [jx.with_dtype(atom.aval, jnp.dtype(compute.split()[0])) for atom in eqn.invars[:2]]
+    zeros = padding(avals, eqn.params) or []
+    sizes = [(aval.shape[axis], n) for aval, each in zip(avals, zeros, strict=False) for axis, n in each.items()]
+    return ", ".join(f"{size} to {size + n}" for size, n in dict.fromkeys(sizes))
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
+    if eqn.primitive.name not in ("dot_general", RAGGED_DOT, *_FLOAT8):
+        return 0
+    contracting, _, groups = product_axes(eqn.params)
+    sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own
+    sizes = eqn.outvars[0].aval.shape[1 if sums_rows else 0 :]
+    return 2 * math.prod([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
+
+
+def _widest(dtypes: Sequence[Any]) -> np.dtype:
+    """Returns the dtype with the most bits."""
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _kept(program: Any) -> dict[str, int]:
+    eqns = jx.open_jaxpr(program)[0].eqns
+    is_late = [jx.is_backward(eqn.source_info.name_stack) for eqn in eqns]
+    read = {atom for eqn in compress(eqns, is_late) for atom in eqn.invars if isinstance(atom, Var)}
+    saved = [var for eqn, late in zip(eqns, is_late, strict=True) if not late for var in eqn.outvars if var in read]
+    kept: Counter[str] = Counter()
+    for var in filter(jx.is_inexact, saved):
+        kept[str(jx.dtype_of(var))] += jx.nbytes_of(var)
+    return dict(kept)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and all(map(jx.is_floating, (*eqn.invars, *eqn.outvars)))
 
 
 @dataclasses.dataclass(frozen=True)

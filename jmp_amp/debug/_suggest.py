@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive, primitives
 
 from jmp_amp import _jaxpr as jx
-from jmp_amp._autocast import OpSite, full_precision, parse_rules, parse_settings
+from jmp_amp._autocast import full_precision, parse_rules, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._formats import Format
 from jmp_amp._ops import RULES, Rule
@@ -21,7 +21,7 @@ from jmp_amp.debug._budget import FIELDS, estimate, run_scaled
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._compare import evaluated, relative_error
 from jmp_amp.debug._emulation import Emulation, EmulationOptions, Probe, lines_of, split_options
-from jmp_amp.debug._explain import PrecisionReport, explain, low_share
+from jmp_amp.debug._explain import OpSite, PrecisionReport, explain, low_share
 from jmp_amp.debug._nodes import Place
 from jmp_amp.debug._report import Content, Plot, Table, check_without_autocast, format_percent, without_numbers
 
