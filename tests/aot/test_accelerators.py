@@ -40,6 +40,7 @@ def dtypes_of_products(target, dtype):
 
 
 @pytest.mark.aot
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("target", gpu_aot.GPUS)
 def test_every_product_multiplies_the_low_dtype_of_the_gpu(target):
     dtype, short = ("float16", "f16") if target == "T4" else ("bfloat16", "bf16")
@@ -58,6 +59,7 @@ def launches(op, implementation, target, cost=gpu_aot.cost_on):
 
 
 @pytest.mark.aot
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_the_kernel_of_a_gpu_reads_all_leaves_in_one_launch(op, target):

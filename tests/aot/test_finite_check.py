@@ -70,6 +70,7 @@ def test_a_whole_tree_is_one_launch_and_each_byte_moves_once(tree, kernel, op):
     assert figures["bytes_moved"] <= 1.001 * bytes_of_xla(tree, op)
 
 
+@pytest.mark.sweep(5)  # the first tree and the last, each by one of the ops
 @for_both_ops
 @pytest.mark.parametrize(
     ("leaves", "most"),
@@ -105,6 +106,7 @@ def test_in_plain_jax_no_sharded_leaf_is_gathered():
     assert all(name.startswith("all-reduce") for name in figures["collectives"])
 
 
+@pytest.mark.sweep(3)
 @for_every_kernel
 @pytest.mark.parametrize("out_dtype", [None, *DTYPES], ids=str)
 def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dtype):
@@ -117,6 +119,7 @@ def test_float16_is_read_as_such_and_results_are_written_as_asked(kernel, out_dt
     assert figures["bytes_moved"] <= 1.01 * elements * (2 + (out_dtype.itemsize if out_dtype else 0))
 
 
+@pytest.mark.sweep(3)
 @for_every_kernel
 @for_both_ops
 def test_a_leaf_too_large_for_int32_is_one_launch(kernel, op):
@@ -144,6 +147,7 @@ def test_the_most_leaves_of_one_launch_fit_into_its_parameters(kernel, op, monke
     assert figures["kernels"] <= 4
 
 
+@pytest.mark.sweep(3)
 @for_every_kernel
 @for_both_ops
 def test_64_bit_programs_compile(kernel, op):

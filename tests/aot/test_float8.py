@@ -73,6 +73,7 @@ def test_fsdp_finds_scales_by_all_reduces_of_scalars():
 
 
 @each_compiler
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", ["H200", "B200"])
 def test_both_passes_of_experts_multiply_float8_and_move_fewer_bytes_than_bfloat16(target, flags):
     loss_fn, (params, *args) = experts_case(None, experts=4, tokens=1024, dim=2048, hidden=2048)

@@ -40,6 +40,7 @@ def compiled(wrap, optimizer="adamw", devices=1, spec=(), dtype="bfloat16"):
     return program, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept[1])) - (dtype == "bfloat16") * 2 * SIZE
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("lion", 1)])
 def test_a_step_moves_each_value_once_and_holds_nothing_more(optimizer, moments, dtype):
@@ -58,6 +59,7 @@ def test_a_step_moves_57_percent_of_one_with_moments_in_float32():
     assert low <= 0.571 * full
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["FSDP", "last axis"])
 def test_a_sharded_step_sends_nothing_and_costs_each_device_its_part(spec):
     program, _ = compiled(amp.low_precision_state, devices=8, spec=spec)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("users_code")]
 LAYERS, DIM = 2, 512
 MATRICES = 2 * LAYERS * DIM * 2 * DIM  # the elements of all of them
 FLOAT32_GRADS = 'weight_grad_dtype="float32"'
-on_every_scale = pytest.mark.parametrize("devices", [8, pytest.param(64, marks=pytest.mark.slow), 512])
+on_every_scale = pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 512))])
 
 
 def residual_mlp(mesh):
@@ -132,6 +132,7 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     assert list(gpu_aot.collectives(gpu_aot.compile_for(total, ws))) == [("all-reduce", 5, {"f32": 16})]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("way", ["XLA", "constraint", "reshard", "shard_map"])
 def test_micro_batches_gather_weights_in_float16_and_only_once_where_the_loss_gathers_them(way):
     mesh, steps = gpu_aot.h200_mesh(8), 4

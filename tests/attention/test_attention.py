@@ -417,6 +417,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_masks_of_indices_and_constants_are_computed(name):
     flags, said = COMPUTED[name]

@@ -40,6 +40,7 @@ def data(low):
     return [jnp.asarray(RNG.uniform(0.1, 4, size=(4, 8)) * RNG.choice([-1, 1], size=(4, 8)), low) for _ in range(2)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("low", EPSILON)
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_with_any_number_is_rounded_once_and_its_cotangent_too(low, name):

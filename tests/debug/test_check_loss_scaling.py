@@ -64,6 +64,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_right_step_passes(name):
     inner = optax.chain(amp.unscale_and_check(), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -97,6 +98,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_clip_by_hand_passes(clip, norm):
@@ -120,6 +122,7 @@ def test_a_factor_from_the_norm_of_scaled_gradients_is_named_once():
     assert all("test_check_loss_scaling.py" in line for line in str(raised.value).splitlines()[1:])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "replace",
     [
@@ -601,6 +604,7 @@ PRIVATELY = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", PRIVATELY)
 def test_private_gradients_pass_in_the_right_order(name):
     tx, grads_of = PRIVATELY[name]
@@ -683,6 +687,7 @@ def mapped(step, name):
     return ways[name]()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["pmap", "vmap", "vmap of the batch", "shard_map"])
 def test_a_logged_norm_of_scaled_gradients_is_named_under_a_map(name):
     tx = amp.dynamic_loss_scale(optax.sgd(0.1), axis_name="b")

@@ -707,6 +707,7 @@ def test_a_hidden_overflow_in_a_branch_that_does_not_run_in_float64_is_not_repor
     assert first_nonfinite(model)(np.float16([300, 400])) is None
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", range(1, 40, 2))
 def test_a_hidden_overflow_is_reported_if_there_is_no_time_to_tell_whether_it_matters(n, monkeypatch):
     def model(x):
@@ -745,6 +746,7 @@ def test_after_its_time_it_stops_and_says_what_it_left_out(monkeypatch):
     assert found.cause == f"the elements are not known; in all, the result is {found.result}"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("n", range(2, 60, 3))
 def test_it_may_stop_after_any_op(n, monkeypatch):
     monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
@@ -932,6 +934,7 @@ def test_equinox_modules():
         assert found.library.startswith("equinox/nn/_mlp.py")
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)], ids=str)
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit, jax.grad, amp.autocast])
 def test_a_random_key_among_the_arguments_is_no_number(key, transform):

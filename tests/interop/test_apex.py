@@ -83,6 +83,7 @@ def test_a_model_that_was_written_for_float32_is_traced_so(level):
     assert grads.dtype == params.dtype
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_overflows_are_skipped_at_every_level(level):
     fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), optax.adam(1e-2), level)
@@ -151,6 +152,7 @@ def test_arguments_in_the_order_of_apex_are_named_with_ours(args, got):
         amp.interop.apex.initialize(*args)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("moments", [optax.adamw(1e-3, mu_dtype=jnp.bfloat16), optax.lion(1e-3, mu_dtype="bfloat16")])
 def test_moments_may_be_bfloat16(moments):
     fun, params, tx = amp.interop.apex.initialize(loss_fn, initial_params(), moments, "O2")

@@ -233,6 +233,7 @@ def test_large_values_matter_to_log1p_where_the_program_scales_them_up():
     assert forward(lambda x, w: jnp.log1p((1e3 * x) @ w), "float16", X, W) == ["float32"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("low", EPSILON)
 def test_where_small_values_do_not_matter_gradients_are_those_of_float32(low):
     x, w = (jax.random.uniform(key, (8, 8)) for key in jax.random.split(jax.random.key(0)))
