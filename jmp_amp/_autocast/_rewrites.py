@@ -105,7 +105,8 @@ def _with_tangent(op: CastOp, tangent: Callable, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def call(*args: Any) -> list[Any]:
-        return op.apply(op.cast(args))
+        with jx.marked(jx.SHARED):  # JAX gives the lines of the caller to this call, but not to what is in it
+            return op.apply(op.cast(args))
 
     @call.defjvp
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:

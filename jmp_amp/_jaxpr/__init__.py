@@ -4,7 +4,18 @@ from jmp_amp._jaxpr import _versions as versions
 from jmp_amp._jaxpr._children import restored, with_leaves
 from jmp_amp._jaxpr._dataflow import Backward, Forward
 from jmp_amp._jaxpr._hoist import hoist, run_loop
-from jmp_amp._jaxpr._source import Frame, Site, direction_of, frames_of, lines_of, marked, marks_in, scope_path, site_of
+from jmp_amp._jaxpr._source import (
+    SHARED,
+    Frame,
+    Site,
+    direction_of,
+    frames_of,
+    lines_of,
+    marked,
+    marks_in,
+    scope_path,
+    site_of,
+)
 from jmp_amp._jaxpr._structures import (
     HIGHER_ORDER,
     Body,

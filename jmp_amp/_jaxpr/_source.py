@@ -47,9 +47,12 @@ def frames_of(eqn: JaxprEqn, limit: int = 1) -> list[Frame]:
     """Returns the lines of code that an equation comes from, the innermost first, without JAX's and this package's.
 
     Args:
-        eqn: the equation. Those inside JAX's own functions, such as `jnp.where`, may have no lines.
+        eqn: the equation. Those inside JAX's own functions, such as `jnp.where`, may have no lines; those that are
+            marked as `SHARED` have those of the equation that holds them.
         limit: how many lines to return at most.
     """
+    if SHARED in marks_in(eqn.source_info.name_stack):
+        return []
     lines = source_info_util.summarize(eqn.source_info, num_frames=limit).splitlines()
     return [Frame(_cell_name(m[1]), int(m[2]), m[3]) for m in map(_FRAME.fullmatch, reversed(lines)) if m]
 
@@ -64,6 +67,7 @@ def _cell_name(file: str) -> str:
 
 
 _PREFIX = "jmp_amp:"  # not to be used in a scope of the user
+SHARED = "shared"  # marks ops that are traced once for several lines of the user
 _MARK = re.compile(rf"(?<![^/(]){_PREFIX}(\w+)(?![^/)])")  # a whole scope, in `jvp(...)` or not
 
 

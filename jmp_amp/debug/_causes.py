@@ -167,7 +167,8 @@ def _numbers_in(node: Node) -> Iterator[tuple[str, float]]:
 
     A number has the name that it is given to; an empty one if the expression itself has it.
     """
-    spans = (span for eqn in reversed(node.place.eqns if node.place else ()) for span in jx.spans_of(eqn))
+    eqns = filter(jx.frames_of, reversed(node.place.eqns if node.place else ()))
+    spans = (span for eqn in eqns for span in jx.spans_of(eqn))
     for file, first, start, last, end in spans:
         lines = linecache.getlines(file)
         if jx.Frame(file, 0, "").is_of_library or len(lines) < last:

@@ -508,6 +508,29 @@ def test_the_reports_say_alike_where_an_op_is():
     assert (site["module"], site["runs"], found.module, found.direction) == ("layer", 3, "layer", "forward")
 
 
+def first_bias(b, x):
+    return jax.nn.relu(x @ W + b) @ W  # first
+
+
+def second_bias(b, x):
+    return jax.nn.relu(x @ W + b) @ W  # second
+
+
+@pytest.mark.parametrize(("fun", "line"), [(first_bias, "first"), (second_bias, "second")])
+def test_an_op_has_its_own_line_though_it_is_traced_once_for_all_that_are_equal(fun, line):
+    def loss_fn(b, x):
+        return jnp.sum(fun(b, x))
+
+    program = jax.make_jaxpr(jax.value_and_grad(amp.autocast(loss_fn)))(B, X)
+    adds = [jx.Site.at(eqns) for eqns in jx.equations_in(program) if eqns[-1].primitive.name == "add"]
+    rounded = [x for x in amp.debug.error_budget(loss_fn)(B, X).rows if x.primitive == "add"]
+    found = amp.debug.first_nonfinite(amp.autocast(loss_fn))(B + 1e5, X)
+    assert adds
+    assert rounded
+    for site in (*adds, *rounded, found):
+        assert site.source.startswith(f"{HERE}:{line_of(line)} ")
+
+
 def whitened(x):
     values, vectors = jnp.linalg.eigh(x.T @ x)  # eigh
     return x @ (vectors / jnp.sqrt(values + 1))
