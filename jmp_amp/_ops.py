@@ -413,6 +413,12 @@ def _mul(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
     return product if params.get("out_dtype") is None else ORIGINAL
 
 
+def _div(params: Mapping[str, Any], avals: Sequence[Any]) -> Rule:
+    """A number by an array, such as `1 / x`, is its reciprocal."""
+    quotient = _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide)
+    return quotient._replace(op_class=OpClass.FULL) if avals[0].shape == () != avals[1].shape else quotient
+
+
 def _broadcast_axes(params: Mapping[str, Any], before: Shape, after: Shape, axes: Axes) -> Axes:
     """Moves axes through a broadcast."""
     return frozenset(int(params["broadcast_dimensions"][axis]) for axis in axes)
@@ -495,7 +501,7 @@ ROWS: Mapping[str, Rule | RuleOf] = {
     "sub": _PAIRWISE._replace(kind=ResultKind.DIFFERENCE, fold=np.subtract),
     "add_any": _PAIRWISE._replace(kind=ResultKind.COTANGENT),
     "mul": _mul,
-    "div": _PAIRWISE._replace(kind=ResultKind.QUOTIENT, fold=np.divide),
+    "div": _div,
     "max": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.maximum, drops=(True, False)),
     "min": _PAIRWISE._replace(kind=ResultKind.CHOSEN, fold=np.minimum, drops=(False, True)),
     "clamp": _PAIRWISE._replace(kind=ResultKind.CHOSEN, drops=(True, True)),

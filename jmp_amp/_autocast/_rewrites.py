@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmp_amp import _jaxpr as jx
@@ -226,6 +227,39 @@ def _transposed_product(op: CastOp, operands: Sequence[Any], i: int, cotangent: 
     return jx.evaluate(jx.trace(transpose, [jx.with_dtype(cotangent, product.dtype)]), [cotangent], apply)[0]
 
 
+def _quotient(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
+    """A quotient in float16, whose derivative in the divisor JAX computes with `y ** -2`: 0 from y = 4096 on, for one.
+
+    That of torch is the quotient once more divided by the divisor, as here.
+    """
+    is_low = op.region.format.needs_loss_scale and {*dtypes} == {op.region.format.dtype}
+    is_quotient = op.rule.kind is ResultKind.QUOTIENT and not op.values[1].known.is_constant
+    return _divide if is_low and is_quotient and not op.region.is_linear else None
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=jx.versions.INLINE)  # it is traced once for equal ops
+def _divided(op: CastOp, x: Any, y: Any) -> jax.Array:
+    @jax.custom_jvp
+    def call(x: Any, y: Any) -> jax.Array:
+        with jx.marked(jx.SHARED):
+            return op.apply(op.cast([x, y]))[0]
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        out, (_, divisor) = call(*primals), op.cast(primals)
+        # A cotangent is summed in the dtype of the operand.
+        dx, dy = (
+            0 if isinstance(t, SymbolicZero) else jnp.broadcast_to(t, out.shape).astype(out.dtype) for t in tangents
+        )
+        return out, (dx - out * dy) / divisor
+
+    return call(x, y)
+
+
+def _divide(op: CastOp, args: Sequence[Any]) -> list[Any]:
+    return [_divided(op, *args)]
+
+
 def _cast_bias(op: Context, dtypes: Dtypes, casts: Dtypes) -> Rewrite | None:
     """An elementwise op that casts an operand and broadcasts it; the cotangent is summed in the dtype before the cast.
 
@@ -272,4 +306,4 @@ def _rounded(op: CastOp, *args: Any) -> list[Any]:
     return [lax.convert_element_type(x, low) for x in op.apply([x.astype(FLOAT32) for x in args])]
 
 
-_REWRITES = (_gather, _float8_product, _float32_weight_grad, _cast_bias)
+_REWRITES = (_gather, _float8_product, _float32_weight_grad, _quotient, _cast_bias)

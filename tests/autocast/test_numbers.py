@@ -124,7 +124,8 @@ def test_a_number_is_exact_however_it_is_written(low):
 def test_numbers_that_the_dtype_holds_and_choices_take_no_cast(low):
     x = data(low)[0].astype(jnp.float32)
     chosen = [(name, 287) for name in ("a maximum", "a minimum", "a bound", "a choice")]
-    for name, number in [*[(name, number) for name in OPS for number in (0.5, 2, 8)], *chosen]:
+    held = [(name, number) for name in OPS if name != "a quotient of it" for number in (0.5, 2, 8)]  # that is float32
+    for name, number in [*held, *chosen]:
         fun = amp.autocast(between_products(functools.partial(OPS[name], c=number)), low)
         assert dtypes(fun, x, primitive="convert_element_type").count(f"{low} -> float32") == 1, (name, number)
 

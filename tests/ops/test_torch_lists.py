@@ -97,11 +97,6 @@ DIFFERENCES = {
             Dtypes(F32, F16, F32),
         ),
         (
-            "__rdiv__ __rtruediv__",
-            "`1 / x` is traced as any other division, which takes the widest operand. `jnp.reciprocal` is float32.",
-            Dtypes(F32, F16, F32),
-        ),
-        (
             "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
             "_upsample_nearest_exact2d _upsample_nearest_exact3d",
             "Values are copied, which is exact in any dtype.",
