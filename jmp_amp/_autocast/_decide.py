@@ -23,7 +23,8 @@ class Neighbours(NamedTuple):
     Attributes:
         values: what is known of its operands.
         needs_float32: whether all readers of its results read float32, so that it is evaluated in float32.
-        is_stored: whether they do, but some from memory, so that only a sum, which may cancel, is.
+        is_stored: whether they do, but some from memory, so that only a sum, which may cancel, is, and in float16 a
+            product, which may overflow.
         reads_stored_norm: whether it reads a norm of low-precision data that a product reads too.
         uses: how each of its results is used, if it holds jaxprs.
     """
@@ -112,7 +113,7 @@ def decide(op: Context) -> tuple[Any, str]:
         return FLOAT32, "offset"
     # In `jnp.exp(x @ w - 1)` the subtraction fuses with the exponential, which is float32.
     near = op.neighbours
-    if op.leaves_range or (near.needs_float32 and not _is_exact(op)) or (near.is_stored and _adds_arrays(op)):
+    if op.leaves_range or (near.needs_float32 and not _is_exact(op)) or (near.is_stored and _needs_range(op)):
         return FLOAT32, _why_float32(op, values)
     stored = [value.as_data() for value in values] if near.reads_stored_norm or rule.stores else values
     dtype = common_dtype(stored) if rule.op_class is OpClass.PROMOTE else widest(value.dtype for value in stored)
@@ -204,10 +205,11 @@ def _is_of_result(op: Context, value: Value) -> bool:
     return isinstance(columns, int) and columns <= _MOST_RESULTS
 
 
-def _adds_arrays(op: Context) -> bool:
-    """Whether an op adds or subtracts two arrays, none of them a bias."""
-    is_sum = op.rule.kind in (ResultKind.SUM, ResultKind.DIFFERENCE)
-    return is_sum and all(value.origin is not Origin.SCALAR for value in for_promotion(op))
+def _needs_range(op: Context) -> bool:
+    """Whether an op adds arrays, whose sum may cancel, or multiplies them in float16, whose product may overflow."""
+    kinds = {ResultKind.SUM, ResultKind.DIFFERENCE}
+    kinds |= {ResultKind.PRODUCT, ResultKind.POWER} if op.region.format.needs_loss_scale else set()
+    return op.rule.kind in kinds and all(value.origin is not Origin.SCALAR for value in for_promotion(op))
 
 
 def _is_exact(op: Context) -> bool:

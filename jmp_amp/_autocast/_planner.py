@@ -284,7 +284,8 @@ class _PlanBuilder:
         info, eqn, rule = old.info, old.info.eqn, old.info.rule
         operands, outs = self._operands[i], self._outs[i]
         uses = tuple([Use(o.demand, o.stream, o.reads) for o in outs]) if info.structure is not None else ()
-        if old_step is not None:  # a result that is float32 already stays so, whoever reads it
+        # A result that is float32 already stays so, whoever reads it; that of a branch may be so because of another.
+        if old_step is not None and not isinstance(info.structure, jx.Branches):
             pairs = zip(uses, old.neighbours.uses, old_step.outs, eqn.outvars, strict=False)
             uses = tuple([was if out.dtype == jx.dtype_of(var) else use for use, was, out, var in pairs])
         values = tuple([operand.value for operand in operands])
@@ -294,7 +295,7 @@ class _PlanBuilder:
         needs_float32 = reads == Reads.FUSED and (
             rule.fuses or (rule.moves and any(v.has_float32_copy for v in values))
         )
-        is_stored = reads == Reads.STORED and (rule.moves or rule.arithmetic)
+        is_stored = reads == Reads.STORED and (rule.moves or rule.is_polynomial)
         neighbours = Neighbours(values, needs_float32, is_stored, self._reads_stored_norm(operands), uses)
         if old_step is not None and neighbours == old.neighbours:
             return False

@@ -305,3 +305,32 @@ def test_ops_in_the_body_of_a_scan_keep_their_scopes_in_a_profile(way):
     text = jax.jit(way(amp.autocast(fun))).lower(X).as_text(debug_info=True)
     assert "block/dot_general" in text
     assert "block/tanh" in text
+
+
+WAYS = {
+    "vmap": jax.vmap,
+    "map": lambda fun: lambda xs: lax.map(fun, xs),
+    "checkpointed map": lambda fun: lambda xs: lax.map(jax.checkpoint(fun), xs),
+    "one branch": lambda fun: lambda xs: lax.cond(xs[0, 0] > -9, fun, lambda xs: xs, xs),
+    "each branch": lambda fun: lambda xs: lax.cond(xs[0, 0] > -9, fun, lambda xs: fun(xs[::-1]), xs),
+}
+PRODUCTS = {
+    "square": lambda h: h**2,
+    "product": lambda h: h * jnp.flip(h, -1),
+    "cube": lambda h: h**3 / 1000,
+    "sum of squares": lambda h: h**2 + jnp.flip(h**2, -1),
+}
+
+
+def test_products_of_values_that_a_body_returns_are_float32_if_they_are_under_vmap():
+    """In float16 the square of a value of 300 is inf."""
+    xs = 300 * jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    ways = [
+        lambda xs, way=way, op=op: jnp.mean(jnp.abs(way(lambda x: op(x @ jnp.eye(8)))(xs)))
+        for op in PRODUCTS.values()
+        for way in WAYS.values()
+    ]
+    got, want = jax.jit(lambda xs: [[transform(way)(xs) for way in ways] for transform in (amp.autocast, lambda f: f)])(
+        xs
+    )
+    np.testing.assert_allclose(got, want, rtol=5e-3)
