@@ -111,11 +111,16 @@ def _after(sources: Sources, path: int) -> Sources:
 
 
 def _is_gated(info: EqnInfo, k: int, operands: Sequence[Sources]) -> bool:
-    """Whether operand `k` is multiplied, or selected, by an array of this iteration, or by a function of a carry."""
+    """Whether operand `k` is multiplied, or selected, by an array of this iteration, or by a function of a carry.
+
+    What is chosen from another carry is a function of it, as the layer `jax.nn.relu(x @ a)` of its weights.
+    """
     others = [0] if info.rule.kind is ResultKind.SELECTED else [i for i in range(len(operands)) if i != k]
     slices = [i for i in others if varying(jx.shape_of(info.eqn.invars[i]))]
     is_slice = any(path & Path.SLICE for i in slices for _, path in operands[i])
-    return is_slice or any(path & Path.CARRY and path & Path.OTHER for i in others for _, path in operands[i])
+    own, chosen = {source for source, _ in operands[k]}, Path.OTHER | Path.CHOICE
+    carries = [(source, path) for i in others for source, path in operands[i] if path & Path.CARRY]
+    return is_slice or any(path & (Path.OTHER if source in own else chosen) for source, path in carries)
 
 
 def _composed(inputs: Sequence[Sources], paths: Iterable[tuple[int, int]]) -> Sources:

@@ -165,10 +165,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     return inside
 
 
-def runs_of(eqns: Sequence[JaxprEqn]) -> Any:
+def runs_of(eqns: Sequence[JaxprEqn]) -> int:
     """Returns how often the last of `eqns` runs; the others contain it. A loop of unknown length counts once."""
     loops = [structure for structure in map(structure_of, eqns[:-1]) if isinstance(structure, Loop)]
-    return math.prod([1 if loop.length is None else loop.length for loop in loops])
+    return math.prod([loop.length for loop in loops if isinstance(loop.length, int)])
 
 
 def equations_in(jaxpr: Any, *outer: JaxprEqn) -> Iterator[tuple[JaxprEqn, ...]]:

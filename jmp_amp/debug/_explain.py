@@ -100,7 +100,7 @@ class OpSite(jx.Site):
         compute: the dtype that they are cast to; two for a product of float8 operands of different dtypes.
         output: the dtype of its result.
         padding: what padding on CUDA devices makes of sizes of a product, `"50257 to 50264"`; empty for most.
-        flops: floating-point operations of all runs, of products and convolutions only.
+        flops: floating-point operations of all runs, of products and convolutions only. A symbolic size counts as 1.
         bytes: the size of the results of all runs.
     """
 
@@ -273,7 +273,7 @@ def _op_site(eqns: Sequence[JaxprEqn], rule: Rule, decision: Decision) -> OpSite
     operands = decision.operands or floating
     compute = " ".join(map(str, dict.fromkeys(operands) if eqn.primitive.name in _FLOAT8 else [_widest(operands)]))
     pairs = zip(eqn.outvars, results, strict=True)
-    sizes = [math.prod(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in pairs]
+    sizes = [_size(jx.shape_of(var) or ()) * getattr(dtype, "itemsize", 0) for var, dtype in pairs]
     return OpSite(
         **vars(site),
         op_class=rule.op_class.value,
@@ -312,13 +312,18 @@ def flops_of(eqn: Any) -> int:
     """Returns the multiplications and additions of a product or convolution; memory limits all other ops."""
     if eqn.primitive.name == "conv_general_dilated":
         kernel, out_features = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec[0]
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * (math.prod(kernel) // max(kernel[out_features], 1))
+        return 2 * _size(eqn.outvars[0].aval.shape) * (_size(kernel) // max(kernel[out_features], 1))
     if eqn.primitive.name not in ("dot_general", RAGGED_DOT, *_FLOAT8):
         return 0
     contracting, _, groups = product_axes(eqn.params)
     sums_rows = "ragged_dot_dimension_numbers" in eqn.params and not groups[1]  # each group its own
     sizes = eqn.outvars[0].aval.shape[1 if sums_rows else 0 :]
-    return 2 * math.prod([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
+    return 2 * _size([*sizes, *[eqn.invars[0].aval.shape[i] for i in contracting[0]]])
+
+
+def _size(shape: Sequence[Any]) -> int:
+    """Returns the number of elements; a symbolic size counts as 1."""
+    return math.prod([n for n in shape if isinstance(n, int)])
 
 
 def _widest(dtypes: Sequence[Any]) -> np.dtype:
@@ -456,7 +461,7 @@ def _beginnings(rule_of: Callable[[JaxprEqn], Rule], plan: Any, steps: Steps) ->
     values, demands = {**plan.values}, {**plan.demands}
     for _, step, eqns in steps:
         atoms, results, structure = step.eqn.invars, step.eqn.outvars, cast(Any, jx.structure_of(step.eqn))
-        if not step.inner:
+        if not step.inner or rule_of(step.eqn).demand:  # such as a solver, whose program autocast does not follow
             links.append((eqns, atoms, results))
         for (_, places), inner in zip(jx.entries(structure) if step.inner else (), step.inner, strict=True):
             values |= inner.values
@@ -527,7 +532,8 @@ def _reasons(report: PrecisionReport) -> str:
         return ""
     place, shares = attrgetter("module", "source"), Counter[tuple[str, str]]()
     products = [row for row in report.rows if row.flops and row.compute == "float32"]
-    forward = {place(row): row for row in products if row.direction == "forward"}
+    by_begin = sorted(products, key=attrgetter("begins"))  # of several on a line, one that begins elsewhere
+    forward = {place(row): row for row in by_begin if row.direction == "forward"}
     for row in products:  # the backward pass of a product is float32 for the same reason
         cause = forward.get(place(row), row)
         shares[cause.why, cause.begins or cause.source] += row.flops

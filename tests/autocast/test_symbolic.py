@@ -1,5 +1,7 @@
 """Programs whose batch size is a symbol when they are exported: every rule runs without its value."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +94,9 @@ def test_an_exported_program_of_any_batch_size_is_the_program_of_each(make, back
     ]
     program = amp.autocast(fun)
     program = jax.jit(with_gradients(program, args) if backward else program)
-    exported = export.export(program)(params, *jax.tree.unflatten(jax.tree.structure(data), shapes))
+    symbolic = jax.tree.unflatten(jax.tree.structure(data), shapes)
+    exported, report = export.export(program)(params, *symbolic), amp.explain(fun)(params, *symbolic)
+    assert json.loads(report.to_json())["summary"]["dtype"] in str(report)
     got, want = exported.call(params, *data), program(params, *data)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(leaves(got), leaves(want), strict=True):

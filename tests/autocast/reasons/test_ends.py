@@ -295,3 +295,18 @@ def test_what_is_rounded_to_whole_numbers_is_not_small(name):
         return network(x, ws, lambda h: of_quotient(h / step) * step)
 
     assert set(forward(fun, "float16", X, jnp.float32(0.1), [W] * 3)) == {"float32" if matters else "float16"}
+
+
+ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "leaky": lambda x: jnp.where(x > 0, x, 0.2 * x), "abs": jnp.abs}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_layers_that_a_loop_trains_are_no_recurrence_whatever_is_between_them(name):
+    def loss(ws, x):
+        return jnp.mean((ACTIVATIONS[name](x @ ws[0]) @ ws[1] - 1) ** 2)
+
+    def trained(ws, x):
+        step = lambda ws, _: (jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x)), None)  # noqa: E731
+        return loss(lax.scan(step, ws, None, 3)[0], x)
+
+    assert set(forward(trained, "float16", [W, W], X)) == {"float16"}
