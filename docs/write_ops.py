@@ -109,6 +109,7 @@ USUAL = {  # of a primitive whose class depends on its parameters or shapes: a u
     "scatter": (lambda: X.at[0].set(X[1]), "of a function, as in `x.at[i].apply(f)`: original"),
     "integer_pow": (lambda: X**3, "a negative exponent: full"),
     "mul": (lambda: X * X, "with `out_dtype`: original"),
+    "div": (lambda: X / X, "of a number by an array, as `1 / x`: full"),
     "gather": (lambda: X[jnp.array([0, 1])], "with a fill value that float16 cannot hold: full"),
     "sort": (lambda: jnp.sort(X), "of `argsort`: a float32 product in front, if it has at most 512 columns"),
     "convert_element_type": (
