@@ -53,12 +53,13 @@ class Element(NamedTuple):
 
 
 def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation, Node]:
-    """Returns an evaluation that holds what an op was computed from, and the result of the op in it."""
+    """Returns an evaluation that holds what an op was computed from, if there is time, and the op's result."""
     near = [x for x in nearest([merge_equal(evaluation.nodes)[node]], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    evaluation = evaluation.again(holds=ids)
-    return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
+    again = evaluation.again(holds=ids)
+    held = next((x for x in again.nodes if x.id == node.id and not x.is_finite), None)
+    return (again, held) if held else (evaluation, node)
 
 
 def diagnose_op(node: Node, is_primal: bool) -> Cause:

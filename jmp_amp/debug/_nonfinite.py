@@ -300,11 +300,11 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         cause = Cause("too-large-a-loss-scale", text)
-    elif rest or evaluation.clock.is_late:
+    elif not rest and cause.section != CONSTANT and not evaluation.clock.is_late:
+        found = _tried(evaluation, merged[node], cause)
+    if not (factor or found) and (rest or evaluation.clock.is_late):
         rest = f"{rest}, so this infinity may be intended; " if rest else ""
         found = {"left_out": f"{rest}the program in float32: the time was over"}
-    elif cause.section != CONSTANT:
-        found = _tried(evaluation, merged[node], cause)
     site = node.place.site
     if not site.source:  # the user's code does not call it, but hands it over: where it starts
         inner = (jx.frames_of(x[-1], 10_000) for each in jx.inner_jaxprs(node.eqn) for x in jx.equations_in(each))

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 from jmp_amp.debug import NonFinite, first_nonfinite
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._evaluation import Interpretation
@@ -752,6 +753,34 @@ def test_it_may_stop_after_any_op(n, monkeypatch):
     monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert (found.primitive, found.iteration) in (("dot_general", (2,)), ("", ()))
+    assert not found.primitive or found.result.infs
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("n", range(6))
+@pytest.mark.parametrize(("fun", "size"), [(amp.autocast, 1), (amp.value_and_grad, 1e33)], ids=["forward", "backward"])
+def test_it_may_stop_in_any_run(fun, size, n, monkeypatch):
+    wait_for, ran = Clock.wait_for, []
+
+    def run(self, *args):
+        ran.append(args)
+        if len(ran) > n:
+            raise TimeoutError
+        return wait_for(self, *args)
+
+    monkeypatch.setattr(Clock, "wait_for", run)
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: len(ran) > n))
+    layers, x = CASES[scan_over_layers][0]
+    found = first_nonfinite(fun(lambda *args: scan_over_layers(*args)))(layers, size * x)
+    assert str(found)
+    assert len(ran) <= n or found.left_out
+    assert (found.primitive, found.iteration) == (("dot_general", (2,)) if n else ("", ()))
+    assert bool(found.result.infs) == bool(n)
+
+
+def test_a_value_that_is_printed_is_short():
+    run = Interpretation(*jx.trace_call(lambda x: lax.scan(lambda x, _: (x, x), x, None, 9)[1], (EYE,), {})[:2]).run()
+    assert max(len(repr(node)) for node in run.nodes) < 100
 
 
 def hidden_in_a_loop(w, x):
