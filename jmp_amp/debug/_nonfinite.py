@@ -276,6 +276,8 @@ def _cause(evaluation: Interpretation) -> Node | None:
     reaches_result = frozenset[Node]().union(*(x.causes for x in evaluation.results))
     suspects = tuple(x for x in (*arguments, *evaluation.nonfinite) if x in reaches_result)
     if suspects:
+        is_primal = _primal_test(evaluation)  # a derivative is computed in front of what the loss reads
+        suspects = tuple(sorted(suspects, key=lambda x: not is_primal(x)))
         is_harmful = lambda n: not evaluation.again(suspects=suspects, allowed=n, is_observed=False).is_finite  # noqa: E731
         return suspects[bisect.bisect_left(range(1, len(suspects)), True, key=is_harmful)]
     # All infinities were considered intended, so one of them is the cause.
@@ -293,8 +295,7 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     """
     evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
-    results = [merged[x] for x in evaluation.results]
-    cause = diagnose_op(merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    cause = diagnose_op(merged[node], _primal_test(evaluation)(node))
     operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
@@ -333,22 +334,16 @@ def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     return None if k == len(steps) else steps[k]
 
 
-def _is_primal(node: Node, results: Sequence[Node], nodes: Sequence[Node]) -> bool:
-    """Whether an op is not of a derivative, or is of the function that is differentiated.
-
-    Args:
-        node: a result of the op.
-        results: those of the program.
-        nodes: all values of the program.
-    """
-    if not _is_derivative(node):
-        return True
+def _primal_test(evaluation: Interpretation) -> Callable[[Node], bool]:
+    """Returns whether the op of a value is not of a derivative, or is of the function that is differentiated."""
+    merged = merge_equal(evaluation.nodes)
     is_forward = lambda x: x.is_floating and not x.is_backward  # noqa: E731
+    results = [merged[x] for x in evaluation.results]
     ends = [x for x in results if is_forward(x) and any(map(_is_derivative, nearest([x])))]
-    if not ends:  # of a gradient alone, the last value that the forward pass reads
-        once = [x for x in nodes if x.eqn and is_forward(x) and _is_derivative(x) and not x.place.iteration]
-        ends = [x for x in once if not all(y.is_backward for y in x.readers)][-1:]
-    return node in nearest([x for x in ends if not x.summary.shape] or ends)
+    if not ends:  # of a gradient alone, the loss, which nothing reads
+        ends = [x for x in merged.values() if x.eqn and is_forward(x) and _is_derivative(x) and not x.readers]
+    near = nearest([x for x in ends if not x.summary.shape] or ends)
+    return lambda x: not _is_derivative(x) or merged[x] in near
 
 
 def _is_derivative(node: Node) -> bool:

@@ -327,6 +327,50 @@ def test_a_zero_is_named_only_if_it_alone_makes_the_result(name):
         assert find(*others) is not None
 
 
+def over_a_loop(op):
+    def step(h, w):
+        return op(h * w), None
+
+    return lambda x: lax.scan(step, x[0], jnp.float32([1, 0, 1, 1]))[0]
+
+
+def normalized(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+# Functions that are not finite, or whose gradient is not, at a row of zeros: the op, and whether it is of a derivative
+# for the loss with its gradient, and for the gradient alone.
+OF_ZEROS = {
+    "norm": (normalized, "`div` of 0 and 0", False, True),
+    "deviation": (lambda x: x / jnp.std(x, axis=-1, keepdims=True), "`div` of 0 and 0", False, True),
+    "root mean square": (lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)), "`div` of 0 and 0", False, True),
+    "jit": (jax.jit(normalized), "`div` of 0 and 0", False, True),
+    "logarithm": (jnp.log, "`log` of 0", False, True),
+    "inverse": (lambda x: (1 / x) ** 2, "`div` of 1 and 0", False, False),
+    "norms in a loop": (over_a_loop(normalized), "`div` of 0 and 0", False, False),
+    "logarithms in a loop": (over_a_loop(jnp.log), "`log` of 0", False, False),
+    "root": (jnp.sqrt, "`div` of 0.5 and 0", True, True),
+    "roots in a loop": (over_a_loop(jnp.sqrt), "`div` of 0.5 and 0", True, True),
+    "a branch": (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0), "`div` of 0.5 and 0", True, True),
+    "a derivative": (jax.grad(lambda x: jnp.sum(jnp.abs(x) ** 1.5)), "`pow` of 0 and -0.5", True, True),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", OF_ZEROS)
+def test_a_derivative_is_blamed_unless_the_loss_is_not_finite(name):
+    fun, op, *is_of_derivative = OF_ZEROS[name]
+    x = jnp.linspace(1, 2, 6).reshape(2, 3)
+    x = x if "loop" in name else x.at[1].set(0)
+    loss = lambda x: jnp.sum(fun(x) * jnp.arange(1.0, 4))  # noqa: E731
+    assert not is_of_derivative[0] or jnp.isfinite(loss(x))
+    for transform, is_so in zip((jax.value_and_grad, jax.grad), is_of_derivative, strict=True):
+        found = first_nonfinite(transform(loss))(x)
+        assert found.cause.startswith("in the derivative, " * is_so)
+        assert found.guide.endswith("#a-derivative-that-is-not-finite") == is_so
+        assert op in found.cause or is_so is not is_of_derivative[0]
+
+
 def test_values_beyond_float32_are_no_matter_of_precision():
     found = first_nonfinite(lambda x: x * x)(np.float32([1e30]))
     assert "`mul` of 1e+30 and 1e+30 at [0] is 1e+60, beyond float32" in found.cause
