@@ -389,6 +389,45 @@ def test_a_singular_matrix():
     assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause
 
 
+# Functions of an integer that wraps around, and what it would be.
+WRAPPED = {
+    "product": (lambda n: jnp.sqrt(jnp.float32(n * n * n)), np.int32(1300), "`mul`", 1300**3),
+    "sum": (lambda n: jnp.sqrt(jnp.float32(n + n)), np.int32(2**30 + 5), "`add`", 2**31),
+    "shift": (lambda n: jnp.sqrt(jnp.float32(n << 3)), np.int32(2**28 + 5), "`shift_left`", 2**31),
+    "shift to 0": (lambda n: 1 / jnp.float32(n << 4), np.int32(2**28), "`shift_left`", 2**32),
+    "cast": (lambda n: jnp.sqrt(jnp.float32(n.astype(jnp.int8))), np.int32(200), "`convert_element_type`", 200),
+    "square in bfloat16": (lambda n: jnp.sqrt(jnp.bfloat16(n * n)), np.int32(50001), "`mul`", 50001**2),
+    "reduction": (
+        lambda n: jnp.log(jnp.float32(jnp.sum(n))),
+        np.full(3, 2**30 + 1, np.int32),
+        "`reduce_sum`",
+        3 * 2**30,
+    ),
+    "dot product": (lambda n: jnp.sqrt(jnp.float32(n @ n)), np.full(3, 30001, np.int32), "`dot_general`", 3 * 30001**2),
+    "difference": (lambda n: jnp.exp(jnp.float32(n - jnp.uint8(3))), np.uint8(1), "`sub`", -2),
+    "negation": (lambda n: jnp.exp(jnp.float32(-n)), np.uint32(5), "`neg`", -5),
+    "exponent": (lambda n: jnp.exp(jnp.float16(n * n)), np.int8(17), "`mul`", 289),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_integer_that_wraps_around_is_named(name):
+    fun, n, op, exact = WRAPPED[name]
+    found = first_nonfinite(fun)(jnp.asarray(n))
+    assert op in found.cause
+    text = f"is {exact:.4g}, {'more' if exact > 0 else 'less'} than {n.dtype if name != 'cast' else 'int8'} holds"
+    assert f"{text}, and wraps around" in found.cause
+    assert found.guide.endswith("#an-integer-that-wraps-around")
+
+
+def test_a_large_integer_that_does_not_wrap_around_is_named_itself():
+    found = first_nonfinite(lambda n: jnp.sqrt(jnp.float32(n - 10)))(jnp.int32(-70000001))
+    assert "`sub` of -7e+07 and 10 at" in found.cause
+    found = first_nonfinite(lambda n: jnp.sqrt(jnp.float32(n)))(jnp.int32(-70000001))
+    assert "`n` is -7e+07" in found.cause
+
+
 def test_of_equal_values_the_first_is_named():
     def model(x):
         weight = x - 1  # planted: first of equal values
