@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import autocast_with
 from jmp_amp._calls import check_concrete, transformation
+from jmp_amp._modules import unbound
 from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
@@ -96,7 +98,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         clock = Clock(max_seconds)
         with emulated():
             args, kwargs = as_jit_takes(args, kwargs)
-            program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
+            program, arrays, _ = jx.trace_call(*_with_module(fun, args), kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
@@ -109,6 +111,15 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         return found
 
     return find
+
+
+def _with_module(fun: Any, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+    """Returns a function and its arguments; the module that it is of is one of them, since its state may change."""
+    inner, settings = getattr(fun, "autocast_of", (fun, None))
+    function, all_args = unbound(inner, args)
+    if function is inner:
+        return fun, args
+    return autocast_with(function, settings) if settings else function, all_args
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

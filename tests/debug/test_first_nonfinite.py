@@ -1032,6 +1032,36 @@ def test_flax_nnx_modules_are_not_changed():
     assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
+@pytest.mark.parametrize("transform", [lambda fun: fun, amp.autocast], ids=["plain", "autocast"])
+@pytest.mark.parametrize("kind", ["module", "method", "an argument"])
+def test_nnx_modules_may_change_their_state(kind, transform):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm, self.drop = (
+                nnx.Linear(8, 8, rngs=rngs),
+                nnx.BatchNorm(8, rngs=rngs),
+                nnx.Dropout(0.5, rngs=rngs),
+            )
+
+        def __call__(self, x, bad):
+            return self.drop(self.norm(self.first(x))) * jnp.log(bad)  # planted: state
+
+        def loss(self, x, bad):
+            return jnp.mean(self(x, bad))
+
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(model))
+    fun, args = {"module": (model, ()), "method": (model.loss, ()), "an argument": (Model.loss, (model,))}[kind]
+    find = first_nonfinite(transform(fun))
+    assert find(*args, X, jnp.ones(())) is None
+    found = find(*args, X, bad=jnp.zeros(()))
+    assert (found.primitive, line(found)) == ("log", planted("state"))
+    assert "`bad` is 0" in found.cause
+    assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
 def test_equinox_modules():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(8, 2, 8, 1, activation=jnp.exp, key=jax.random.key(0))
