@@ -128,7 +128,7 @@ class NonFinite(jx.Site):
 
     Attributes:
         primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
-            results contain an infinity that no op produced, and empty if the time was over before an op was found.
+            results contain an infinity or NaN that no op produced, and empty if the time was over before one was found.
         direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
         module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`.
         source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`;
@@ -185,10 +185,11 @@ class NonFinite(jx.Site):
 
     def _head(self) -> str:
         """Returns the first line of a print."""
+        what = "a NaN" if self.result.nans else "an infinite constant"
         heads = {
             "": "no non-finite value was found in the time",
             "argument": f"`{self.source}` is not finite: {self.result}",
-            "constant": "the results contain an infinite constant that no op produced",
+            "constant": f"the results contain {what} that no op produced",
         }
         if self.primitive in heads:
             return heads[self.primitive]

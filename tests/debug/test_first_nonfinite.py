@@ -617,6 +617,7 @@ def test_an_infinity_that_only_passes_through():
     found = first_nonfinite(lambda x: jnp.where(x > 0, x, -jnp.inf))(EYE)
     assert found.primitive == "constant"
     assert "infinite constant" in str(found)
+    assert "the results contain a NaN that no op produced" in str(first_nonfinite(lambda x: x * jnp.nan)(EYE))
 
 
 def test_inside_jit_it_cannot_be_called():
