@@ -104,7 +104,7 @@ _OF_ARGUMENTS = inspect.Signature([inspect.Parameter("arguments", inspect.Parame
 def unbound(fun: Callable, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
     """Returns a function and its arguments; if `fun` is a module or a method of one, the module is an argument."""
     if is_module(fun):
-        return lambda module, *args, **kwargs: module(*args, **kwargs), (fun, *args)
+        return type(fun).__call__, (fun, *args)
     if is_module(getattr(fun, "__self__", None)):
         return fun.__func__, (fun.__self__, *args)  # type: ignore[attr-defined] # a method
     return fun, args

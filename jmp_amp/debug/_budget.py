@@ -240,7 +240,7 @@ class ErrorBudget(Plot):
             rows.append((format_percent(x.share), f"{x.error:.1e}", op, *where))
         count = sum(not x.decides for x in self.rows)
         notes = [f"{count} roundings to {self.dtype}; loss scale 2^{math.log2(self.loss_scale):g}."]
-        if not 0.8 <= self.explained <= 1.25 and math.isfinite(self.total):
+        if not 0.8 <= self.explained <= 1.25 and 0 < self.total < math.inf:
             notes.append(f"The rows sum to {self.explained:.2f} of the error: the roundings are not independent.")
         if any(row.decides for row in self.rows):
             notes.append("Flips: a decision is not that of float32, since what it compares is rounded in other rows.")

@@ -53,12 +53,13 @@ class Element(NamedTuple):
 
 
 def with_values(evaluation: Interpretation, node: Node) -> tuple[Interpretation, Node]:
-    """Returns an evaluation that holds what an op was computed from, and the result of the op in it."""
+    """Returns an evaluation that holds what an op was computed from, if there is time, and the op's result."""
     near = [x for x in nearest([merge_equal(evaluation.nodes)[node]], depth=_DEPTH) if x.id]
     sizes = np.cumsum([math.prod(x.summary.shape) * 8 for x in near])
     ids = {x.id for x, size in zip(near, sizes, strict=True) if size < _MOST_BYTES}
-    evaluation = evaluation.again(holds=ids)
-    return evaluation, next((x for x in evaluation.nodes if x.id == node.id), node)
+    again = evaluation.again(holds=ids)
+    held = next((x for x in again.nodes if x.id == node.id and not x.is_finite), None)
+    return (again, held) if held else (evaluation, node)
 
 
 def diagnose_op(node: Node, is_primal: bool) -> Cause:
@@ -107,8 +108,7 @@ def _diagnose(e: Element, derivative: str) -> Cause:
             return Cause(CONSTANT, text)
         section = f"an-overflow-in-float{16 if np.dtype(node.summary.dtype).itemsize < 4 else 32}"
         origin = _origin(large, node, lambda x, y: abs(x) >= 0.1 * abs(y)) if large else Cause("", "")
-        return Cause(section, text + f"; {origin.text}" * bool(large))
-    return Cause(origin.section or section, f"{text}; {origin.text}", origin.place)
+    return Cause(origin.section or section, "; ".join(filter(None, [text, origin.text])), origin.place)
 
 
 def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool]) -> Cause:
@@ -125,10 +125,12 @@ def _origin(e: Element, reader: Node, is_same: Callable[[Any, Any], bool]) -> Ca
         dtype = getattr(e.node.value, "dtype", np.dtype(bool))
         exact = _exact(e) if jnp.issubdtype(dtype, jnp.integer) else None
         if exact is not None and not jnp.iinfo(dtype).min <= exact <= jnp.iinfo(dtype).max:
-            text = f"is {exact:.4g}, more than {dtype} holds, and wraps around"
+            text = f"is {exact:.4g}, {'more' if exact > 0 else 'less'} than {dtype} holds, and wraps around"
             return Cause("an-integer-that-wraps-around", f"`{e.node.primitive}` {_where(e.node)} {text}")
         reader, operands = e.node, _operands(e)
-        same = [x for x in operands if x.number is not None and is_same(x.number, e.number) and dtype != np.bool_]
+        known = [x for x in operands if x.number is not None and dtype != np.bool_]
+        rounded = (x.number if x.node.is_floating else np.asarray(x.number).astype(dtype) for x in known)
+        same = [x for x, number in zip(known, rounded, strict=True) if is_same(number, e.number)]
         if e.number == 0 and _needs(e, several := _independent(same)):
             # One alone is not why, unless it was rounded to 0.
             origins = (_origin(x, reader, is_same) for x in several.values())
@@ -251,6 +253,8 @@ def _wide(node: Node) -> list[np.ndarray]:
 
 def _run_wide(node: Node, operands: Sequence[Any]) -> Any:
     """Returns the result of an op in float64, which is in place of the dtype of an integer, too."""
+    if node.primitive == "shift_left":
+        return operands[0] * 2.0 ** operands[1]
     with precise(FLOAT64):
         arrays = [*map(jnp.asarray, operands)]
         outs = evaluate_in(FLOAT64, node.eqn, arrays, None if node.is_floating else node.value.dtype)

@@ -17,7 +17,6 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast
 from jmp_amp._calls import check_concrete, quote, transformation
 from jmp_amp._loss_scale import to_number, value_and_grad
-from jmp_amp._policy import Policy
 from jmp_amp._products import emulated
 from jmp_amp._trees import cast_floating
 from jmp_amp.debug._evaluation import Evaluation, precise
@@ -68,7 +67,7 @@ def parse_grad_options(
 @transformation
 def compare(
     fun: Callable,
-    policies: Sequence[Any] | Mapping[str, Any] = ("float16", "bfloat16"),
+    policies: Any = ("float16", "bfloat16"),
     *,
     reference: str = "float32",
     **options: Unpack[GradOptions],
@@ -83,8 +82,8 @@ def compare(
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
-        policies: a sequence of policies, or a dict of policies by name. A policy is a dtype, a `Policy` or the name of
-            one, for `autocast`; a dict of arguments of `autocast`, `{"cured": {"dtype": "float16", "rules": rules}}`;
+        policies: one policy, a sequence of policies, or a dict of policies by name. A policy is a dtype, a `Policy` or
+            the name of one, for `autocast`; a dict of its arguments, `{"cured": {"dtype": "float16", "rules": rules}}`;
             or a function that takes the arguments of `fun` and computes the same loss, such as a version with casts by
             hand, `{"by hand": loss_fn_half}`.
         reference: `"float32"` or `"float64"`. For `"float64"`, the arguments are cast and `fun` is traced under
@@ -123,10 +122,12 @@ def compare(
     check_without_autocast(fun, "compare", ", and the precisions as `policies`")
     if reference not in ("float32", "float64"):
         raise ValueError(f'`reference` must be "float32" or "float64", got {quote(reference)}')
-    if isinstance(policies, str | Policy):
+    if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]
     if not isinstance(policies, Mapping):
-        policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
+        named = [(getattr(policy, "__name__", str(policy)), policy) for policy in policies]
+        names = [name for name, _ in named]
+        policies = {x if names.count(x) == 1 else f"{x} {i}": policy for i, (x, policy) in enumerate(named, 1)}
     if not policies:
         raise ValueError('`policies` is empty; pass at least one, such as ("float16", "bfloat16")')
     programs = {name: _apply_policy(fun, policy) for name, policy in policies.items()}

@@ -429,14 +429,15 @@ class PrecisionReport(Report):
         rows = tuple(row for row in matching if all(getattr(row, name) == value for name, value in fields.items()))
         return dataclasses.replace(self, rows=rows)
 
-    def diff(self, other: "PrecisionReport | None" = None, **options: Any) -> "PrecisionDiff":
+    def diff(self, other: Any = None, **options: Any) -> "PrecisionDiff":
         """Returns the differences to another report, or to the same call under other options of `autocast`.
 
         Args:
-            other: the other report. None explains the call again with `options`.
+            other: the other report; or the dtype or policy under which the call is explained again.
             **options: `dtype` and the other options of `explain`.
         """
-        return PrecisionDiff(self, self._explain_again(**options) if other is None else other)
+        is_report = isinstance(other, PrecisionReport)
+        return PrecisionDiff(self, other if is_report else self._explain_again(**{"dtype": other, **options}))
 
     def to_json(self, **options: Any) -> str:
         """Returns the summary and all rows as JSON; `options` are those of `json.dumps`."""

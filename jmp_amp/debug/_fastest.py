@@ -5,17 +5,19 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._autocast import autocast, parse_settings
 from jmp_amp._calls import check_concrete, quote, transformation
+from jmp_amp._policy import Policy
 from jmp_amp.debug import _compare
 from jmp_amp.debug._clock import Clock, check_seconds
 from jmp_amp.debug._evaluation import FLOAT32, precise
@@ -30,7 +32,7 @@ _RUNS, _SECONDS = 20, 2.0  # of one setting, at most
 @transformation
 def fastest(
     fun: Callable,
-    settings: Sequence[Any] = SETTINGS,
+    settings: Any = SETTINGS,
     *,
     tolerance: float | None = None,
     max_seconds: float = 600.0,
@@ -49,7 +51,7 @@ def fastest(
 
     Args:
         fun: the loss function without any mixed precision. It returns a scalar, or `(loss, aux)` with `has_aux`.
-        settings: what is measured beside float32: a sequence of dicts of arguments of `autocast`, or of dtypes. By
+        settings: what is measured beside float32: dicts of arguments of `autocast`, or dtypes, or a single one. By
             default bfloat16, float16 and float8, each as it is, with `attention="cudnn"`, with `residual_stream="low"`
             and with both.
         tolerance: the largest error of the gradient that is acceptable, such as 1e-2. The table marks the first,
@@ -77,6 +79,8 @@ def fastest(
         True
     """
     check_without_autocast(fun, "fastest", ", and the options of `autocast` as `settings`")
+    if isinstance(settings, str | Mapping) or not isinstance(settings, Iterable):
+        settings = [settings]
     compared = [dict(x) if isinstance(x, Mapping) else {"dtype": x} for x in ("float32", *settings)]
     programs = [(each, autocast(fun, **each)) for each in compared]
     if tolerance is not None and not tolerance > 0:
@@ -134,8 +138,17 @@ def fastest(
 
 def _written(options: Mapping[str, Any]) -> list[str]:
     """Returns options as one writes them in a call: `"float16"` and `attention="cudnn"`."""
-    values = {k: f'"{x}"' if isinstance(x, str) else getattr(x, "__name__", repr(x)) for k, x in options.items()}
-    return [x if name == "dtype" else f"{name}={x}" for name, x in values.items()]
+    return [f"{name}={_code(x)}".removeprefix("dtype=") for name, x in options.items()]
+
+
+def _code(x: Any) -> str:
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{_code(k)}: {_code(value)}' for k, value in x.items())}}}"
+    if isinstance(x, Primitive):
+        return f"jax.lax.{x.name}_p"
+    if isinstance(x, str | Policy | type | np.dtype):
+        return f'"{jnp.dtype(x) if isinstance(x, type) else x}"'
+    return getattr(x, "__name__", repr(x))
 
 
 def _timing(

@@ -115,7 +115,7 @@ class Place(NamedTuple):
 ARGUMENT: Id = (-1,)  # in the index of an argument, which differs from the index of every equation
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # it refers to its readers, and they to it
 class Node:
     """A value of an evaluation in its dataflow. It holds few arrays, so that others can be freed.
 

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_amp import _jaxpr as jx
+from jmp_amp._autocast import autocast_with
 from jmp_amp._calls import check_concrete, transformation
+from jmp_amp._modules import unbound
 from jmp_amp._products import emulated
 from jmp_amp.debug._causes import CONSTANT, Cause, diagnose_op, with_values
 from jmp_amp.debug._clock import Clock, check_seconds
@@ -96,7 +98,7 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
         clock = Clock(max_seconds)
         with emulated():
             args, kwargs = as_jit_takes(args, kwargs)
-            program, arrays, _ = jx.trace_call(fun, args, kwargs, np.floating)
+            program, arrays, _ = jx.trace_call(*_with_module(fun, args), kwargs, np.floating)
         _, consts = jx.open_jaxpr(program)
         check_concrete(
             [*arrays, *consts], "first_nonfinite", "call it outside, on the arguments of the step that failed"
@@ -111,13 +113,22 @@ def first_nonfinite(fun: Callable, *, max_seconds: float = 60.0) -> "Callable[..
     return find
 
 
+def _with_module(fun: Any, args: Sequence[Any]) -> tuple[Callable, Sequence[Any]]:
+    """Returns a function and its arguments; the module that it is of is one of them, since its state may change."""
+    inner, settings = getattr(fun, "autocast_of", (fun, None))
+    function, all_args = unbound(inner, args)
+    if function is inner:
+        return fun, args
+    return autocast_with(function, settings) if settings else function, all_args
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFinite(jx.Site):
     """The op that made the results of a program non-finite; `first_nonfinite` returns it. `print` shows a paragraph.
 
     Attributes:
         primitive: the name of the op in the jaxpr; `"argument"` if an argument is non-finite, `"constant"` if the
-            results contain an infinity that no op produced, and empty if the time was over before an op was found.
+            results contain an infinity or NaN that no op produced, and empty if the time was over before one was found.
         direction: `"forward"`, `"backward"`, or `"recomputed"` for the backward pass.
         module: the named scopes around the op, such as Flax and Haiku modules: `"decoder/attention"`.
         source: the line of the user's code, `"model.py:12 (attention)"`, or the path of the argument, `"params['w']"`;
@@ -174,10 +185,11 @@ class NonFinite(jx.Site):
 
     def _head(self) -> str:
         """Returns the first line of a print."""
+        what = "a NaN" if self.result.nans else "an infinite constant"
         heads = {
             "": "no non-finite value was found in the time",
             "argument": f"`{self.source}` is not finite: {self.result}",
-            "constant": "the results contain an infinite constant that no op produced",
+            "constant": f"the results contain {what} that no op produced",
         }
         if self.primitive in heads:
             return heads[self.primitive]
@@ -276,6 +288,8 @@ def _cause(evaluation: Interpretation) -> Node | None:
     reaches_result = frozenset[Node]().union(*(x.causes for x in evaluation.results))
     suspects = tuple(x for x in (*arguments, *evaluation.nonfinite) if x in reaches_result)
     if suspects:
+        is_primal = _primal_test(evaluation)  # a derivative is computed in front of what the loss reads
+        suspects = tuple(sorted(suspects, key=lambda x: not is_primal(x)))
         is_harmful = lambda n: not evaluation.again(suspects=suspects, allowed=n, is_observed=False).is_finite  # noqa: E731
         return suspects[bisect.bisect_left(range(1, len(suspects)), True, key=is_harmful)]
     # All infinities were considered intended, so one of them is the cause.
@@ -293,18 +307,17 @@ def _report(evaluation: Interpretation, node: Node, hider: Node | None = None, r
     """
     evaluation, node = with_values(evaluation, node)
     merged, found = merge_equal(evaluation.nodes), dict[str, Any]()
-    results = [merged[x] for x in evaluation.results]
-    cause = diagnose_op(merged[node], _is_primal(merged[node], results, evaluation.nodes))
+    cause = diagnose_op(merged[node], _primal_test(evaluation)(node))
     operands = tuple(x.summary for x in node.operands if x.is_floating)
     factor = None if hider else _smaller_loss_scale(evaluation, node)
     if factor:
         text = f"{cause.text}. With a loss scale that is 2^{factor} times smaller, all results are finite"
         cause = Cause("too-large-a-loss-scale", text)
-    elif rest or evaluation.clock.is_late:
+    elif not rest and cause.section != CONSTANT and not evaluation.clock.is_late:
+        found = _tried(evaluation, merged[node], cause)
+    if not (factor or found) and (rest or evaluation.clock.is_late):
         rest = f"{rest}, so this infinity may be intended; " if rest else ""
         found = {"left_out": f"{rest}the program in float32: the time was over"}
-    elif cause.section != CONSTANT:
-        found = _tried(evaluation, merged[node], cause)
     site = node.place.site
     if not site.source:  # the user's code does not call it, but hands it over: where it starts
         inner = (jx.frames_of(x[-1], 10_000) for each in jx.inner_jaxprs(node.eqn) for x in jx.equations_in(each))
@@ -333,22 +346,16 @@ def _smaller_loss_scale(evaluation: Interpretation, node: Node) -> int | None:
     return None if k == len(steps) else steps[k]
 
 
-def _is_primal(node: Node, results: Sequence[Node], nodes: Sequence[Node]) -> bool:
-    """Whether an op is not of a derivative, or is of the function that is differentiated.
-
-    Args:
-        node: a result of the op.
-        results: those of the program.
-        nodes: all values of the program.
-    """
-    if not _is_derivative(node):
-        return True
+def _primal_test(evaluation: Interpretation) -> Callable[[Node], bool]:
+    """Returns whether the op of a value is not of a derivative, or is of the function that is differentiated."""
+    merged = merge_equal(evaluation.nodes)
     is_forward = lambda x: x.is_floating and not x.is_backward  # noqa: E731
+    results = [merged[x] for x in evaluation.results]
     ends = [x for x in results if is_forward(x) and any(map(_is_derivative, nearest([x])))]
-    if not ends:  # of a gradient alone, the last value that the forward pass reads
-        once = [x for x in nodes if x.eqn and is_forward(x) and _is_derivative(x) and not x.place.iteration]
-        ends = [x for x in once if not all(y.is_backward for y in x.readers)][-1:]
-    return node in nearest([x for x in ends if not x.summary.shape] or ends)
+    if not ends:  # of a gradient alone, the loss, which nothing reads
+        ends = [x for x in merged.values() if x.eqn and is_forward(x) and _is_derivative(x) and not x.readers]
+    near = nearest([x for x in ends if not x.summary.shape] or ends)
+    return lambda x: not _is_derivative(x) or merged[x] in near
 
 
 def _is_derivative(node: Node) -> bool:

@@ -121,7 +121,7 @@ class LeafUnderflow(NamedTuple):
         subnormal_unscaled: the share that is subnormal in the dtype at scale 1.
         overflow: the share that is infinite, NaN, or too large for the dtype with the scale.
         largest: the exponent (floor of log2) of the largest finite value with the scale; the largest exponent of
-            float16 is 15. None if all values are 0.
+            float16 is 15. None if all values are 0 or not finite.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -196,7 +196,7 @@ class Underflow(Plot):
         limits, largest = _range_of(self.dtype), _largest(counts) or 0
         log_scale = limits[2] - 1 - largest if self.loss_scale is None else np.log2(self.loss_scale)
         smallest, normal, overflow = (exponent - log_scale for exponent in limits)
-        size = sum(counts.values())
+        size = max(sum(counts.values()), 1)
         bars = {k: n / size for k, n in counts.items() if k is not None}
         axes.axvspan(smallest, normal, color=_RANGE, alpha=0.5, lw=0)
         axes.axvspan(normal, overflow, color=_RANGE, lw=0)
@@ -206,6 +206,6 @@ class Underflow(Plot):
         axes.set(yticks=[])
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         zeros = counts.get(None, 0) / size
-        text = f"{format_percent(zeros)} zeros" if zeros else ""
+        text = f"{format_percent(zeros)} zeros" if zeros else "" if counts else "not finite"
         axes.text(0.005, 0.9, text, transform=axes.transAxes, va="top", size=8)
         axes.spines["left"].set_visible(False)

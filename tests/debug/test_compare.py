@@ -167,6 +167,17 @@ def test_policies_may_be_given_in_any_of_their_forms(args):
     assert cured.gradient["full"] < 1e-6
 
 
+@pytest.mark.parametrize("policy", [jnp.float16, np.dtype("float16"), amp.get_policy("O2"), "float16", jnp.sum])
+def test_one_policy_needs_no_list(policy):
+    assert len(compare(lambda w: jnp.sum(w), policy)(jnp.ones(4)).gradient) == 1
+
+
+def test_policies_of_one_name_are_all_compared():
+    policies = [lambda w: jnp.sum(w), lambda w: 2 * jnp.sum(w), "float16"]
+    report = compare(lambda w: jnp.sum(w), policies)(jnp.ones(4))
+    assert [*report.gradient.items()] == [("<lambda> 1", 0), ("<lambda> 2", 1), ("float16", 0)]
+
+
 def test_aux_other_arguments_and_modules_of_nested_parameters(args):
     params, x = args
 

@@ -163,6 +163,12 @@ def test_a_while_loop_runs_as_it_was_traced_and_is_named():
     assert 0.5 < budget.explained < 2
 
 
+def test_of_a_gradient_of_0_nothing_is_said_of_independence():
+    budget = amp.debug.error_budget(lambda w: 0 * jnp.sum(w @ w))(jnp.ones((16, 16)))
+    assert budget.total == 0
+    assert "independent" not in str(budget)
+
+
 def test_errors_are_linear_in_the_roundings():
     fine, coarse = budget_of("layers"), budget_of("layers", "bfloat16")
     for a, b in ((fine.total, coarse.total), (fine.explained * fine.total, coarse.explained * coarse.total)):

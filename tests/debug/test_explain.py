@@ -295,6 +295,7 @@ def test_a_diff_shows_what_another_policy_changes():
     changed = {a.primitive for a, b in report.diff(dtype="bfloat16").changes}
     assert changed == {"dot_general", "tanh"}
     assert report.diff(report).changes == []
+    assert str(report.diff("bfloat16")) == str(report.diff(dtype="bfloat16"))
 
 
 def test_a_report_is_selected_and_saved():

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_amp as amp
+from jmp_amp._autocast import parse_settings
 from jmp_amp.debug import _compare, _fastest
 
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -92,6 +94,34 @@ def test_tolerance_marks_a_setting_and_says_what_to_write(tolerance, as_on_a_gpu
     else:
         assert 'loss_fn = amp.autocast(loss_fn, "float16")\n    tx = amp.dynamic_loss_scale(tx)' in text
     assert report._repr_html_().count("<tr>") == len(rows)
+
+
+SETTINGS = [
+    *(
+        "float16",
+        jnp.float16,
+        np.dtype("float16"),
+        amp.get_policy("O2"),
+        amp.get_policy("params=float16,output=float16"),
+    ),
+    {"dtype": jnp.bfloat16, "rules": {lax.tanh_p: "full", "head/*": "float32"}, "save": "all"},
+    {"weight_grad_dtype": jnp.float32, "residual_stream": "low"},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_setting_is_written_as_code(setting):
+    options = setting if isinstance(setting, dict) else {"dtype": setting}
+    written = _fastest.Timing(options).setting
+    names = {"jax": jax, "autocast": lambda dtype="float16", **options: parse_settings(dtype, **options)}
+    assert eval(f"autocast({written})", names) == parse_settings(**options)
+    assert written.count("=") == len(options) - ("dtype" in options) + 3 * isinstance(setting, amp.Policy)
+
+
+def test_one_setting_needs_no_list():
+    for setting in SETTINGS[:3]:
+        rows = amp.debug.fastest(lambda w: jnp.sum(w @ w), setting)(jnp.ones((8, 8))).rows
+        assert {row.setting for row in rows} == {'"float32"', '"float16"'}
 
 
 def test_no_setting_below_the_tolerance_is_said():

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jmp_amp as amp
+from jmp_amp import _jaxpr as jx
 from jmp_amp.debug import NonFinite, first_nonfinite
 from jmp_amp.debug._clock import Clock
 from jmp_amp.debug._evaluation import Interpretation
@@ -326,6 +327,50 @@ def test_a_zero_is_named_only_if_it_alone_makes_the_result(name):
         assert find(*others) is not None
 
 
+def over_a_loop(op):
+    def step(h, w):
+        return op(h * w), None
+
+    return lambda x: lax.scan(step, x[0], jnp.float32([1, 0, 1, 1]))[0]
+
+
+def normalized(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+# Functions that are not finite, or whose gradient is not, at a row of zeros: the op, and whether it is of a derivative
+# for the loss with its gradient, and for the gradient alone.
+OF_ZEROS = {
+    "norm": (normalized, "`div` of 0 and 0", False, True),
+    "deviation": (lambda x: x / jnp.std(x, axis=-1, keepdims=True), "`div` of 0 and 0", False, True),
+    "root mean square": (lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)), "`div` of 0 and 0", False, True),
+    "jit": (jax.jit(normalized), "`div` of 0 and 0", False, True),
+    "logarithm": (jnp.log, "`log` of 0", False, True),
+    "inverse": (lambda x: (1 / x) ** 2, "`div` of 1 and 0", False, False),
+    "norms in a loop": (over_a_loop(normalized), "`div` of 0 and 0", False, False),
+    "logarithms in a loop": (over_a_loop(jnp.log), "`log` of 0", False, False),
+    "root": (jnp.sqrt, "`div` of 0.5 and 0", True, True),
+    "roots in a loop": (over_a_loop(jnp.sqrt), "`div` of 0.5 and 0", True, True),
+    "a branch": (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0), "`div` of 0.5 and 0", True, True),
+    "a derivative": (jax.grad(lambda x: jnp.sum(jnp.abs(x) ** 1.5)), "`pow` of 0 and -0.5", True, True),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", OF_ZEROS)
+def test_a_derivative_is_blamed_unless_the_loss_is_not_finite(name):
+    fun, op, *is_of_derivative = OF_ZEROS[name]
+    x = jnp.linspace(1, 2, 6).reshape(2, 3)
+    x = x if "loop" in name else x.at[1].set(0)
+    loss = lambda x: jnp.sum(fun(x) * jnp.arange(1.0, 4))  # noqa: E731
+    assert not is_of_derivative[0] or jnp.isfinite(loss(x))
+    for transform, is_so in zip((jax.value_and_grad, jax.grad), is_of_derivative, strict=True):
+        found = first_nonfinite(transform(loss))(x)
+        assert found.cause.startswith("in the derivative, " * is_so)
+        assert found.guide.endswith("#a-derivative-that-is-not-finite") == is_so
+        assert op in found.cause or is_so is not is_of_derivative[0]
+
+
 def test_values_beyond_float32_are_no_matter_of_precision():
     found = first_nonfinite(lambda x: x * x)(np.float32([1e30]))
     assert "`mul` of 1e+30 and 1e+30 at [0] is 1e+60, beyond float32" in found.cause
@@ -342,6 +387,45 @@ def test_an_operand_outside_of_the_domain():
 def test_a_singular_matrix():
     assert "is from 0 to 1" in first_nonfinite(jnp.linalg.inv)(np.ones((2, 2), np.float32)).cause
     assert "eigenvalues of the matrix are from -1 to -1" in first_nonfinite(jnp.linalg.cholesky)(-EYE).cause
+
+
+# Functions of an integer that wraps around, and what it would be.
+WRAPPED = {
+    "product": (lambda n: jnp.sqrt(jnp.float32(n * n * n)), np.int32(1300), "`mul`", 1300**3),
+    "sum": (lambda n: jnp.sqrt(jnp.float32(n + n)), np.int32(2**30 + 5), "`add`", 2**31),
+    "shift": (lambda n: jnp.sqrt(jnp.float32(n << 3)), np.int32(2**28 + 5), "`shift_left`", 2**31),
+    "shift to 0": (lambda n: 1 / jnp.float32(n << 4), np.int32(2**28), "`shift_left`", 2**32),
+    "cast": (lambda n: jnp.sqrt(jnp.float32(n.astype(jnp.int8))), np.int32(200), "`convert_element_type`", 200),
+    "square in bfloat16": (lambda n: jnp.sqrt(jnp.bfloat16(n * n)), np.int32(50001), "`mul`", 50001**2),
+    "reduction": (
+        lambda n: jnp.log(jnp.float32(jnp.sum(n))),
+        np.full(3, 2**30 + 1, np.int32),
+        "`reduce_sum`",
+        3 * 2**30,
+    ),
+    "dot product": (lambda n: jnp.sqrt(jnp.float32(n @ n)), np.full(3, 30001, np.int32), "`dot_general`", 3 * 30001**2),
+    "difference": (lambda n: jnp.exp(jnp.float32(n - jnp.uint8(3))), np.uint8(1), "`sub`", -2),
+    "negation": (lambda n: jnp.exp(jnp.float32(-n)), np.uint32(5), "`neg`", -5),
+    "exponent": (lambda n: jnp.exp(jnp.float16(n * n)), np.int8(17), "`mul`", 289),
+}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_integer_that_wraps_around_is_named(name):
+    fun, n, op, exact = WRAPPED[name]
+    found = first_nonfinite(fun)(jnp.asarray(n))
+    assert op in found.cause
+    text = f"is {exact:.4g}, {'more' if exact > 0 else 'less'} than {n.dtype if name != 'cast' else 'int8'} holds"
+    assert f"{text}, and wraps around" in found.cause
+    assert found.guide.endswith("#an-integer-that-wraps-around")
+
+
+def test_a_large_integer_that_does_not_wrap_around_is_named_itself():
+    found = first_nonfinite(lambda n: jnp.sqrt(jnp.float32(n - 10)))(jnp.int32(-70000001))
+    assert "`sub` of -7e+07 and 10 at" in found.cause
+    found = first_nonfinite(lambda n: jnp.sqrt(jnp.float32(n)))(jnp.int32(-70000001))
+    assert "`n` is -7e+07" in found.cause
 
 
 def test_of_equal_values_the_first_is_named():
@@ -533,6 +617,7 @@ def test_an_infinity_that_only_passes_through():
     found = first_nonfinite(lambda x: jnp.where(x > 0, x, -jnp.inf))(EYE)
     assert found.primitive == "constant"
     assert "infinite constant" in str(found)
+    assert "the results contain a NaN that no op produced" in str(first_nonfinite(lambda x: x * jnp.nan)(EYE))
 
 
 def test_inside_jit_it_cannot_be_called():
@@ -752,6 +837,34 @@ def test_it_may_stop_after_any_op(n, monkeypatch):
     monkeypatch.setattr(Clock, "is_late", property(lambda self: self._n >= n))
     found = first_nonfinite(amp.autocast(scan_over_layers))(*CASES[scan_over_layers][0])
     assert (found.primitive, found.iteration) in (("dot_general", (2,)), ("", ()))
+    assert not found.primitive or found.result.infs
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("n", range(6))
+@pytest.mark.parametrize(("fun", "size"), [(amp.autocast, 1), (amp.value_and_grad, 1e33)], ids=["forward", "backward"])
+def test_it_may_stop_in_any_run(fun, size, n, monkeypatch):
+    wait_for, ran = Clock.wait_for, []
+
+    def run(self, *args):
+        ran.append(args)
+        if len(ran) > n:
+            raise TimeoutError
+        return wait_for(self, *args)
+
+    monkeypatch.setattr(Clock, "wait_for", run)
+    monkeypatch.setattr(Clock, "is_late", property(lambda self: len(ran) > n))
+    layers, x = CASES[scan_over_layers][0]
+    found = first_nonfinite(fun(lambda *args: scan_over_layers(*args)))(layers, size * x)
+    assert str(found)
+    assert len(ran) <= n or found.left_out
+    assert (found.primitive, found.iteration) == (("dot_general", (2,)) if n else ("", ()))
+    assert bool(found.result.infs) == bool(n)
+
+
+def test_a_value_that_is_printed_is_short():
+    run = Interpretation(*jx.trace_call(lambda x: lax.scan(lambda x, _: (x, x), x, None, 9)[1], (EYE,), {})[:2]).run()
+    assert max(len(repr(node)) for node in run.nodes) < 100
 
 
 def hidden_in_a_loop(w, x):
@@ -917,6 +1030,36 @@ def test_flax_nnx_modules_are_not_changed():
     before = jax.tree.leaves(nnx.state(model))
     for fun in (amp.autocast(loss), amp.value_and_grad(amp.autocast(loss), transform=nnx.value_and_grad)):
         assert line(first_nonfinite(fun)(model, X)) == planted("nnx")
+    assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, amp.autocast], ids=["plain", "autocast"])
+@pytest.mark.parametrize("kind", ["module", "method", "an argument"])
+def test_nnx_modules_may_change_their_state(kind, transform):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm, self.drop = (
+                nnx.Linear(8, 8, rngs=rngs),
+                nnx.BatchNorm(8, rngs=rngs),
+                nnx.Dropout(0.5, rngs=rngs),
+            )
+
+        def __call__(self, x, bad):
+            return self.drop(self.norm(self.first(x))) * jnp.log(bad)  # planted: state
+
+        def loss(self, x, bad):
+            return jnp.mean(self(x, bad))
+
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(model))
+    fun, args = {"module": (model, ()), "method": (model.loss, ()), "an argument": (Model.loss, (model,))}[kind]
+    find = first_nonfinite(transform(fun))
+    assert find(*args, X, jnp.ones(())) is None
+    found = find(*args, X, bad=jnp.zeros(()))
+    assert (found.primitive, line(found)) == ("log", planted("state"))
+    assert "`bad` is 0" in found.cause
     assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 

@@ -98,6 +98,17 @@ def test_the_picture_marks_what_float16_loses(tmp_path):
     assert "100.0% zeros" in {text.get_text() for text in head.texts}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8"])
+@pytest.mark.parametrize("values", [[np.inf], [np.nan, -np.inf], [np.inf, 1], [0], [0, np.nan]], ids=str)
+def test_the_picture_and_the_table_have_a_module_of_any_values(values, dtype):
+    report = underflow({"a": jnp.float32(values), "b": jnp.ones(2)}, dtype=dtype)
+    texts = {text.get_text() for text in report.plot().axes[0].texts}
+    assert ("not finite" in texts) == (not np.isfinite(values).any())
+    assert ("100.0% zeros" in texts) == (0 in values)
+    assert report.rows[0].overflow == np.mean(~np.isfinite(values))
+    assert "a " in str(report)
+
+
 def test_the_range_in_the_picture_moves_with_the_scale():
     figure = underflow({"w": jnp.ones(2) * 2**8}, 2.0**8).plot()
     ends = [patch.get_x() for patch in figure.axes[0].patches[:2]]
