@@ -50,9 +50,13 @@ _IS_ADAPTIVE = (
     "tolerance takes more evaluations (of `odeint`, 2.9 times as many at 2^16, 4.5 times at 2^24): use bfloat16 with "
     "`LossScale.none()`, or a smaller scale"
 )
+_STAYS = (
+    "a loss scale that is too high never backs off, and all steps are skipped; return the state that `update` returns, "
+    "in which `dynamic_loss_scale` has kept what must be kept"
+)
 _MOVES = (
     "That is right for counts and random keys; keep averages, statistics and pools as they were, by "
-    "`optax.tree.where(amp.metrics(opt_state)['last_finite'], new, old)`"
+    "`optax.tree.where(amp.metrics(opt_state)['last_finite'], new, old)`, but not the state of the optimizer"
 )
 
 
@@ -78,7 +82,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     `accumulate_steps` share.
 
     Then it runs `step` twice, the second time with gradients that overflow, and warns of what such a step changes, as
-    averages of parameters, batch statistics and pools. It compares results with arguments of the same place, and
+    averages of parameters, batch statistics and pools; and of a state that it keeps, whose scale never backs off. It
+    compares results with arguments of the same place, and
     donates none. It does not run for a `jax.ShapeDtypeStruct`, or if `step` has side effects or calls the host.
 
     Args:
@@ -156,8 +161,11 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         if not analysis.iterates and _nodes((args, kwargs), lambda x: isinstance(x, ls.DynamicLossScaleState)):
             own = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
             is_other = {j: id(arrays[i]) not in own for j, i in replaced.items()}
-            moved = _moved_where_skipped(program, arrays, is_scale, replaced)
+            leaves_of = [set(map(id, jax.tree.leaves(state))) for state in states]
+            next_states = [{j for j, i in replaced.items() if id(arrays[i]) in ids} for ids in leaves_of]
+            moved, stuck = _run_skipped(program, arrays, is_scale, replaced, next_states)
             analysis.check_moved({names[j]: x for j, x in moved.items() if is_other[j]})
+            analysis.warnings |= {f"where gradients overflow, `step` keeps `{names[j]}`: {_STAYS}": None for j in stuck}
         for warning in analysis.warnings:
             warn(warning)
 
@@ -204,30 +212,34 @@ def _replaced(
     return replaced
 
 
-def _moved_where_skipped(
-    program: Any, arrays: Sequence[Any], is_scale: Sequence[bool], replaced: dict[int, int]
-) -> dict[int, Any]:
-    """Returns the results that a skipped step changes, by their numbers.
+def _run_skipped(
+    program: Any, arrays: Sequence[Any], is_scale: Sequence[bool], replaced: dict[int, int], states: Sequence[set[int]]
+) -> tuple[dict[int, Any], list[int]]:
+    """Returns the results that a skipped step changes, by their numbers, and the first of a state that only it keeps.
 
-    The step runs with a scale of 1, so that averages differ from what they average, and then with one of NaN. It does
-    not run without values, or if it has side effects.
+    The step runs with a scale of 1, so that averages differ from what they average, and then with one of NaN. The next
+    states of loss scales are compared for the same arguments, of which a step that updates now and then updates both or
+    none. It does not run without values, or if it has side effects.
     """
     opened, consts = jx.open_jaxpr(program)
     are_known = all(isinstance(x, jax.Array | np.ndarray) and ls.is_concrete(x) for x in (*arrays, *consts))
     if opened.effects or not are_known or any("callback" in eqn.primitive.name for *_, eqn in jx.equations_in(program)):
-        return {}
+        return {}, []
+    call = jax.jit(functools.partial(jax.core.eval_jaxpr, opened, consts))
 
-    @jax.jit
-    def run(scale: float, arrays: Sequence[Any]) -> list[Any]:
-        scaled = [jnp.full_like(x, scale) if ok else x for x, ok in zip(arrays, is_scale, strict=True)]
-        return jax.core.eval_jaxpr(opened, consts, *scaled)
+    def run(scale: float, arrays: Sequence[Any]) -> tuple[list[Any], set[int]]:
+        """Returns the results, and the numbers of those that are equal to their arguments."""
+        old = [jnp.full_like(x, scale) if ok else x for x, ok in zip(arrays, is_scale, strict=True)]
+        new = call(*old)
+        return new, {j for j, i in replaced.items() if jnp.array_equal(old[i], new[j], equal_nan=True)}
 
     with jax.debug_nans(False), jax.debug_infs(False):
-        taken, old = run(1.0, arrays), [*arrays]
+        (taken, idle), (_, kept), old = run(1.0, arrays), run(jnp.nan, arrays), [*arrays]
         for j, i in replaced.items():
             old[i] = taken[j]
-        new = run(jnp.nan, old)
-        return {j: new[j] for j, i in replaced.items() if jnp.any(old[i] != new[j])}
+        new, same = run(jnp.nan, old)
+    moved = {j: new[j] for j in replaced if j not in same}
+    return moved, [min(state) for state in states if state <= kept and not state <= idle]
 
 
 class _StepAnalysis(UnitAnalysis):

@@ -513,6 +513,81 @@ def test_the_next_value_of_an_argument_is_found_at_another_place():
     assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
 
 
+def updated(params, state, x, selects):
+    grads = amp.grad(loss_fn, opt_state=state)(params, x)
+    updates, new = TX.update(grads, state, params)
+    return selects(optax.apply_updates(params, updates), new, params, state, grads)
+
+
+def flax_select(finite, new, old):
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+# What selects the state of the optimizer, also in a train state, by a flag of the gradients or of the next state.
+STUCK = {
+    "the state": lambda p, new, old_p, old, g: (p, optax.tree.where(amp.all_finite(g), new, old)),
+    "all": lambda p, new, old_p, old, g: optax.tree.where(new.loss_scale.last_finite, (p, new), (old_p, old)),
+    "as with DynamicScale": lambda p, new, old_p, old, g: (p, flax_select(amp.all_finite(g), new, old)),
+    "a branch": lambda p, new, old_p, old, g: lax.cond(
+        jnp.isfinite(optax.tree.norm(g)), lambda: (p, new), lambda: (old_p, old)
+    ),
+    "the scale": lambda p, new, old_p, old, g: (
+        p,
+        new._replace(loss_scale=optax.tree.where(amp.all_finite(g), new.loss_scale, old.loss_scale)),
+    ),
+}
+BACKS_OFF = {
+    "parameters": lambda p, new, old_p, old, g: (optax.tree.where(amp.all_finite(g), p, old_p), new),
+    "the state of the inner optimizer": lambda p, new, old_p, old, g: (
+        p,
+        new._replace(inner_state=optax.tree.where(amp.all_finite(g), new.inner_state, old.inner_state)),
+    ),
+    "a rollback": lambda p, new, old_p, old, g: (
+        lax.cond(new.loss_scale.notfinite_count > 5, lambda: old_p, lambda: p),
+        new,
+    ),
+}
+
+
+def warned(step, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(step)(*args)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", STUCK)
+def test_a_scale_that_never_backs_off_is_named(name):
+    step = functools.partial(updated, selects=STUCK[name])
+    (message,) = warned(step, PARAMS, STATE, X)
+    assert message.startswith("where gradients overflow, `step` keeps `state.loss_scale.loss_scale`: a loss scale that")
+    params, state = jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)  # as it says
+    assert amp.get_loss_scale(state) == 2.0**126
+    assert jnp.array_equal(params["w"], PARAMS["w"])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", BACKS_OFF)
+def test_a_step_that_keeps_other_state_passes(name):
+    step = functools.partial(updated, selects=BACKS_OFF[name])
+    assert warned(step, PARAMS, STATE, X) == []
+    assert amp.get_loss_scale(jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
+
+
+def test_a_step_that_updates_now_and_then_passes():
+    def update(params, state):
+        return train_step(TX, params, state, X)[:2]
+
+    def delayed(critic, actor, critic_state, actor_state, count):
+        critic, critic_state = update(critic, critic_state)
+        actor, actor_state = lax.cond(count % 2 == 0, update, lambda *args: args, actor, actor_state)
+        return critic, actor, critic_state, actor_state, count + 1
+
+    for count in range(2):
+        assert warned(delayed, PARAMS, PARAMS, STATE, STATE, jnp.int32(count)) == []
+
+
 # Scales.
 
 RULE = LossScale(init_scale=4.0, growth_interval=1)
