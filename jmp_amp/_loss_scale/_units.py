@@ -206,6 +206,8 @@ class UnitAnalysis:
             if new == carry:
                 break
             carry, self.errors = new, errors_before
+        if loop.cond is not None:
+            self.infer(loop.cond, [*operands[loop.cond_consts], *carry])
         pairs = zip(carry, outs[: loop.n_carry], strict=True)
         return [*[self._unify(units, "carries {} through a loop") for units in pairs], *outs[loop.n_carry :]]
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
+from jax.scipy.sparse.linalg import cg, gmres
 from optax import contrib
 from optax_transformations import case_of, gradients, names, parameters
 
@@ -742,6 +743,68 @@ def test_an_adaptive_solver_of_cotangents_is_named_once():
     assert len(found) == 1
     with pytest.raises(ValueError, match="compares a value multiplied by the loss scale"):  # outside of the solver
         checked(TX, loss_fn=lambda params, x: jnp.mean(clipped(x @ params["w"]) ** 2))
+
+
+def searched(params, state, x, slope, search):
+    """A step whose length is halved until the loss falls as far as the slope says."""
+    grads = amp.grad(loss_fn, opt_state=state)(params, x)
+    slope = slope(optax.tree.norm(grads) ** 2, amp.get_loss_scale(state))
+    updates, new = TX.update(grads, state, params)
+
+    def is_long(length):
+        moved = jax.tree.map(lambda p, u: p + length * u, params, updates)
+        return (loss_fn(moved, x) > loss_fn(params, x) - 1e-4 * length * slope) & (length > 1e-3)
+
+    return jax.tree.map(lambda p, u: p + search(is_long) * u, params, updates), new
+
+
+SEARCHES = {
+    "while": lambda is_long: lax.while_loop(is_long, lambda length: length / 2, jnp.float32(1)),
+    "once": lambda is_long: lax.cond(is_long(jnp.float32(1)), lambda: 0.5, lambda: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_what_decides_when_a_loop_ends_is_unscaled(name):
+    step = functools.partial(searched, search=SEARCHES[name])
+    check(functools.partial(step, slope=lambda square, scale: square / scale**2))(PARAMS, STATE, X)
+    with pytest.raises(ValueError, match=r"\(\S*is_long\), the program subtracts .* to the power 2 and an unscaled"):
+        check(functools.partial(step, slope=lambda square, scale: square))(PARAMS, STATE, X)
+
+
+def by_hand(matvec, grads):
+    """Conjugate gradients of scaled gradients, up to a tolerance that is relative."""
+
+    def step(carry):
+        x, r, d, square, n = carry
+        product = matvec(d)
+        length = square / optax.tree.vdot(d, product)
+        x, r = optax.tree.add_scale(x, length, d), optax.tree.add_scale(r, -length, product)
+        new = optax.tree.vdot(r, r)
+        return x, r, optax.tree.add_scale(r, new / square, d), new, n + 1
+
+    start = optax.tree.vdot(grads, grads)
+    init = optax.tree.zeros_like(grads), grads, grads, start, 0
+    return lax.while_loop(lambda carry: (carry[3] > 1e-6 * start) & (carry[4] < 5), step, init)[0]
+
+
+SOLVERS = {
+    "cg": lambda *args: cg(*args, maxiter=5)[0],
+    "gmres": lambda *args: gmres(*args, maxiter=2)[0],
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solve_for_gradients_up_to_a_relative_tolerance_passes(name):
+    def step(params, state, x):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        grads = SOLVERS[name](lambda v: jax.tree.map(lambda v: 2 * v, v), grads)
+        updates, new = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), new
+
+    assert warned(step, PARAMS, STATE, X) == []
 
 
 def mapped(step, name):
