@@ -1,6 +1,7 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,7 +177,7 @@ def _analyze(
     program: Any, is_scale: Sequence[bool], origins: Sequence[Origins], equal: dict[Any, Unit]
 ) -> tuple["_StepAnalysis", list[Unit]]:
     """Returns the analysis of a step, and the units of its results."""
-    analysis = _StepAnalysis(sum(is_scale) + 2, equal)
+    analysis = _StepAnalysis(sum(is_scale) + 1, equal)
     inputs = [analysis.unscaled._replace(origins=each) for each in origins]
     return analysis, analysis.infer(program, jx.combine(is_scale, analysis.scales, inputs))
 
@@ -253,9 +254,9 @@ class _StepAnalysis(UnitAnalysis):
     """
 
     def __init__(self, n_scales: int, equal: dict[Any, Unit]) -> None:
-        """Takes `equal`, and the number of loss scales: the last two are a new one of `step`, and that of the next."""
-        super().__init__(n_scales)
-        self.scales = [equal.get(scale.powers, scale) for scale in self.scales]
+        """Takes `equal`, and the number of loss scales, the last of which is a new one of `step`."""
+        super().__init__(2 * n_scales)  # each of this step, and each of a later one
+        self.scales = [equal.get(scale.powers, scale) for scale in self.scales[:n_scales]]
         self.warnings, self.equal, self.iterates = dict[str, None](), dict[Any, Unit](), False
         self._shared: Unit | None = None
         self._is_guarded = False  # whether a branch is entered that a check for overflows selects
@@ -293,14 +294,16 @@ class _StepAnalysis(UnitAnalysis):
         """
         marks = jx.marks_in(eqn.source_info.name_stack)
         if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
-            return [self.scales[-1 if ls.NEXT_SCALE in marks else -2]] * len(eqn.outvars)
+            scale = next((unit for unit in operands if any(unit.powers or ())), self.scales[-1])
+            return [_next(scale) if ls.NEXT_SCALE in marks else self.scales[-1]] * len(eqn.outvars)
         if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
+            is_next = operands[-1] == _next(operands[-1]) and any(operands[-1].powers or ())
             if ls.NO_SCALE in divides:
                 self.equal[operands[-1].powers] = self.constant(1)
-            elif ls.EQUAL_SCALE in divides:
+            elif ls.EQUAL_SCALE in divides and not is_next:
                 self.equal[operands[-1].powers] = self._shared = self._shared or operands[-1]
             is_in_loop = any(each.primitive.name in ("scan", "while") for each in self.path)
-            self.iterates |= is_in_loop or operands[-1].powers == self.scales[-1].powers
+            self.iterates |= is_in_loop or is_next
         if self._is_guarded and ls.CHECK in marks:
             self.errors[f"{jx.site_of([*self.path, eqn]).where}, {_NEVER_CHECKED}"] = None
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")
@@ -324,6 +327,10 @@ class _StepAnalysis(UnitAnalysis):
         self._is_guarded = before
         return units
 
+    def join_carry(self, init: Unit, out: Unit) -> Unit:
+        """A carry that comes back with the next scale has it in all iterations but the first."""
+        return super().join_carry(_next(init) if out.powers == _next(init).powers else init, out)
+
     def enter_loop(self, loop: jx.Loop, operands: list[Unit]) -> list[Unit]:
         """Marks what differs between micro-batches."""
         inputs = super().enter_loop(loop, operands)
@@ -331,6 +338,13 @@ class _StepAnalysis(UnitAnalysis):
             return inputs
         n = loop.n_consts
         return inputs[:n] + [unit._replace(origins=unit.origins | {MICRO_BATCHES}) for unit in inputs[n:]]
+
+
+def _next(unit: Unit) -> Unit:
+    """Returns the unit with the next scales in place of those of this step; they stand for all later ones, too."""
+    powers = unit.powers or ()
+    now, later = powers[: len(powers) // 2], powers[len(powers) // 2 :]
+    return unit._replace(powers=unit.powers and (*(n * 0 for n in now), *map(operator.add, now, later)))
 
 
 def _accumulates(eqn: Any) -> bool:

@@ -647,6 +647,111 @@ def test_a_static_scale_has_no_next_one():
     check(step)(PARAMS, rule.init(), X)
 
 
+# A loop over steps.
+
+
+@amp.autocast
+def linear(params, x):  # so simple that `update` does not see what multiplies the loss
+    return jnp.mean((x @ params["w"] @ params["u"] + params["b"]) ** 2)
+
+
+def in_body(params, state, outer, x):
+    return train_step(TX, params, state, x, loss_fn=linear)[:2]
+
+
+def of_outer(params, state, outer, x):
+    return train_step(TX, params, state, x, scale=amp.get_loss_scale(outer), loss_fn=linear)[:2]
+
+
+def handed(params, state, outer, x):
+    scale = amp.get_loss_scale(outer)
+    updates, state = TX.update(amp.grad(linear, loss_scale=scale)(params, x), state, params, loss_scale=scale)
+    return optax.apply_updates(params, updates), state
+
+
+def twice(params, state, outer, x):
+    return in_body(*in_body(params, state, outer, x), outer, x)
+
+
+def inner(params, state, outer, x):
+    return lax.scan(lambda carry, x: (in_body(*carry, outer, x), None), (params, state), x[None])[0]
+
+
+LOOPS = {
+    "scan": lambda body, init, x: lax.scan(lambda carry, x: (body(carry, x), None), init, jnp.stack([x, x]))[0],
+    "fori_loop": lambda body, init, x: lax.fori_loop(0, 2, lambda _, carry: body(carry, x), init),
+    "while_loop": lambda body, init, x: lax.while_loop(
+        lambda carry: optax.tree.norm(carry[0]) > 1, lambda carry: body(carry, x), init
+    ),
+}
+
+
+def loop(params, state, x, over, one):
+    return over(lambda carry, x: one(*carry, state, x), (params, state), x)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("one", [in_body, handed, twice, inner])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_steps_with_the_scale_of_each_passes(name, one):
+    assert warned(functools.partial(loop, over=LOOPS[name], one=one), PARAMS, STATE, X) == []
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_scale_in_front_of_a_loop_over_steps_is_found_in_it(name):
+    with pytest.raises(
+        ValueError, match=r"multiplied by one loss scale and divided by another .*: divide gradients by"
+    ):
+        check(functools.partial(loop, over=LOOPS[name], one=of_outer))(PARAMS, STATE, X)
+
+
+def adversaries(params, states, x, stale=False, shared=False):
+    """Two players, each with a state, whose scales are equal if both skip together."""
+
+    def body(carry, x):
+        players, now = carry
+        scaling = states if stale else now
+        grads = [amp.grad(linear, opt_state=state)(p, x) for p, state in zip(players, scaling, strict=True)]
+        options = {"grads_finite": amp.all_finite(grads)} if shared else {}
+        updates, new = zip(*(TX.update(g, s, **options) for g, s in zip(grads, now, strict=True)), strict=True)
+        return ([*map(optax.apply_updates, players, updates)], [*new]), None
+
+    return lax.scan(body, ([params, params], states), jnp.stack([x, x]))[0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_states_in_a_loop_have_their_scales(shared):
+    step = functools.partial(adversaries, shared=shared)
+    assert warned(step, PARAMS, [STATE, STATE], X) == []
+    with pytest.raises(ValueError, match="multiplied by one loss scale and divided by another"):
+        check(functools.partial(step, stale=True))(PARAMS, [STATE, STATE], X)
+
+
+def test_gradients_of_the_step_before_and_a_lower_scale_in_a_loop_pass():
+    def pipelined(params, state, x):
+        def body(carry, x):
+            params, state, grads = carry
+            updates, state = TX.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state, amp.grad(loss_fn, opt_state=state)(params, x)), None
+
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        (params, state, grads), _ = lax.scan(body, (params, state, grads), jnp.stack([x, x]))
+        return TX.update(grads, state, params)
+
+    def again(params, scaling, x):
+        def lower(carry):
+            scaling = RULE.update(carry[0], False)
+            return scaling, amp.grad(loss_fn, opt_state=scaling)(params, x)
+
+        init = scaling, amp.grad(loss_fn, opt_state=scaling)(params, x)
+        scaling, grads = lax.while_loop(lambda carry: ~amp.all_finite(carry[1]), lower, init)
+        return jax.tree.map(lambda p, g: p - g, params, RULE.unscale(scaling, grads)[0]), scaling
+
+    assert warned(pipelined, PARAMS, STATE, X) == []
+    assert warned(again, PARAMS, RULE.init(), X) == []
+
+
 PRIVATE = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=0)
 
 
