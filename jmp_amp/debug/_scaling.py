@@ -159,12 +159,14 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
-        if not analysis.iterates and _nodes((args, kwargs), lambda x: isinstance(x, ls.DynamicLossScaleState)):
+        if not analysis.iterates and states:
             own = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
             is_other = {j: id(arrays[i]) not in own for j, i in replaced.items()}
             leaves_of = [set(map(id, jax.tree.leaves(state))) for state in states]
             next_states = [{j for j, i in replaced.items() if id(arrays[i]) in ids} for ids in leaves_of]
             moved, stuck = _run_skipped(program, arrays, is_scale, replaced, next_states)
+            if _nodes((args, kwargs), _is_link):  # which passes zeros on, so that a momentum moves the parameters
+                moved = {j: x for j, x in moved.items() if not all_finite(x)}
             analysis.check_moved({names[j]: x for j, x in moved.items() if is_other[j]})
             analysis.warnings |= {f"where gradients overflow, `step` keeps `{names[j]}`: {_STAYS}": None for j in stuck}
         for warning in analysis.warnings:
@@ -187,10 +189,16 @@ def _nodes(tree: Any, selects: Callable[[Any], bool]) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=selects) if selects(x)]
 
 
+def _is_link(x: Any) -> bool:
+    """Whether a node is the state of an `unscale_and_check` that checks by itself."""
+    return isinstance(x, ls.UnscaleAndCheckState) and x.last_finite is not None
+
+
 def _is_of_optimizer(x: Any) -> bool:
     """Whether a node is the state of the wrapper, or of a chain around it, in which others may move."""
-    kinds = ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState
-    return isinstance(x, kinds) or (type(x) is tuple and all(isinstance(each, tuple) for each in x))
+    if isinstance(x, ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState):
+        return True
+    return type(x) is tuple and all(isinstance(each, tuple) for each in x) and any(map(_is_of_optimizer, x))
 
 
 def _replaced(

@@ -40,6 +40,11 @@ def loss_fn(params, x):
     return jnp.mean(network(params, x) ** 2)
 
 
+@amp.autocast
+def linear(params, x):  # so simple that `update` does not see what multiplies the loss
+    return jnp.mean((x @ params["w"] @ params["u"] + params["b"]) ** 2)
+
+
 def train_step(tx, params, state, x, *, scale=None, change=None, loss_fn=loss_fn, **options):
     loss_scale = amp.get_loss_scale(state) if scale is None else scale
     if change is None:
@@ -613,6 +618,42 @@ UNSCALES = {
 }
 
 
+ADAM, ADAM_BEHIND_THE_LINK = optax.adam(0.1), optax.chain(amp.unscale_and_check(), optax.adam(0.1))
+
+
+def held(params, moments, scaling, x, keeps=("params", "moments")):
+    """A step that keeps the scale itself, and selects what it is told to."""
+    grads, finite = RULE.unscale(scaling, amp.grad(linear, opt_state=scaling)(params, x))
+    updates, new_moments = ADAM.update(grads, moments, params)
+    new_params = optax.apply_updates(params, updates)
+    if "params" in keeps:
+        new_params = optax.tree.where(finite, new_params, params)
+    if "moments" in keeps:
+        new_moments = optax.tree.where(finite, new_moments, moments)
+    return new_params, new_moments, RULE.update(scaling, finite)
+
+
+def linked(params, moments, scaling, x, log=None):
+    scale = scaling.loss_scale
+    grads = amp.grad(linear, loss_scale=scale)(params, x)
+    updates, moments = ADAM_BEHIND_THE_LINK.update(grads, moments, params, loss_scale=scale)
+    scaling = RULE.update(scaling, moments[0].last_finite)
+    log = {"norm": log["norm"] + optax.tree.norm(grads) / scale} if log else None
+    return optax.apply_updates(params, updates), moments, scaling, log
+
+
+def test_a_step_that_keeps_the_scale_itself_is_run_too():
+    args = PARAMS, ADAM.init(PARAMS), RULE.init(), X
+    assert warned(held, *args) == []
+    params, moments = (moved(functools.partial(held, keeps=keeps), *args) for keeps in (["moments"], ["params"]))
+    assert params == "`params['b']` (not finite), `params['u']` (not finite), `params['w']` (not finite)"
+    assert moments.startswith("`moments[0].count`, `moments[0].mu['b']` (not finite), ")
+
+    args = PARAMS, ADAM_BEHIND_THE_LINK.init(PARAMS), RULE.init(), X
+    assert warned(linked, *args) == []  # a momentum moves the parameters, as the page says
+    assert moved(linked, *args, {"norm": jnp.float32(0)}) == "`log['norm']` (not finite)"
+
+
 @pytest.mark.parametrize("name", UNSCALES)
 def test_gradients_that_the_next_scale_divides_are_found(name):
     unscale = UNSCALES[name]
@@ -648,11 +689,6 @@ def test_a_static_scale_has_no_next_one():
 
 
 # A loop over steps.
-
-
-@amp.autocast
-def linear(params, x):  # so simple that `update` does not see what multiplies the loss
-    return jnp.mean((x @ params["w"] @ params["u"] + params["b"]) ** 2)
 
 
 def in_body(params, state, outer, x):
