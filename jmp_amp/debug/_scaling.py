@@ -207,7 +207,7 @@ def _replaced(
     """Returns the arguments whose next values are among the results, by the numbers of these.
 
     A result is the next value of a leaf with its type and path in an argument, at the same place, or else the first. An
-    array on its own depends on the old one; at another place, a scalar could be a loss.
+    array on its own is at the same place, and depends on the old one: another could be a loss, or a reconstruction.
     """
     arguments = grouped(range(len(before)), lambda i: (before[i][0][1:], before[i][1].shape, before[i][1].dtype))
     replaced = dict[int, int]()
@@ -216,7 +216,7 @@ def _replaced(
         equal = arguments.get((place[1:], x.shape, x.dtype), [])
         free = [i for i in equal if i not in replaced.values() and depends(i, j)]
         same = [i for i in free if before[i][0] == place]
-        if found := same or (free if place[1:] or x.shape else []):
+        if found := same or (free if place[1:] else []):
             replaced[j] = found[0]
     return replaced
 

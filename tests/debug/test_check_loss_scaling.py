@@ -489,6 +489,10 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
     def with_a_rate(params, state, rate, x):
         return train_step(TX, params, state, x)
 
+    def encoder(params, state, x):
+        params, state, loss = train_step(TX, params, state, x)
+        return params, state, loss, x - x @ params["w"] @ params["w"].T
+
     def logged(params, state, x):
         jax.debug.callback(lambda n: pytest.fail("the step has run"), x[0, 0])
         return train_step(TX, params, state, x)[:2], with_statistics(RUN, x)[0]
@@ -505,17 +509,22 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
     assert moved(functools.partial(several, unrolled=True), PARAMS, STATE, X) is None
     assert moved(functools.partial(several, unrolled=False), PARAMS, STATE, X) is None
     assert moved(counted, RUN, X) is None
+    assert moved(encoder, PARAMS, STATE, X) is None  # a reconstruction, with the shape of the batch
     assert moved(with_a_rate, PARAMS, STATE, jnp.float32(0.1), X) is None  # in the place of the loss
     assert moved(logged, PARAMS, STATE, X) is None
     assert moved(averaged, *jax.eval_shape(lambda: (PARAMS, PARAMS, STATE, X))) is None
 
 
 def test_the_next_value_of_an_argument_is_found_at_another_place():
-    def last(state, x, mean, params):
+    def last(state, x, run, params):
         new, state, loss = train_step(TX, params, state, x)
-        return loss, new, state, 0.9 * mean + jnp.mean(x, 0)
+        return loss, new, state, {"mean": 0.9 * run["mean"] + jnp.mean(x, 0)}
 
-    assert moved(last, STATE, X, jnp.zeros(4), PARAMS) == "`mean`"
+    def in_place(params, state, mean, x):
+        return *train_step(TX, params, state, x)[:2], 0.9 * mean + jnp.mean(x, 0)
+
+    assert moved(last, STATE, X, {"mean": jnp.zeros(4)}, PARAMS) == "`run['mean']`"
+    assert moved(in_place, PARAMS, STATE, jnp.zeros(4), X) == "`mean`"
     assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
 
 
