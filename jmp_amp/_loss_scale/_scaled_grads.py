@@ -133,7 +133,9 @@ class _BeforeUpdate(UnitAnalysis):
                 scales = _scale_of(x, None, lambda: lambda: None)(), self._own
                 names = [jx.versions.argument_names(jx.tracers_behind(scale), self._own) for scale in scales]
                 if all(names) and {*names[0]}.isdisjoint(names[1]):
-                    found = names[0][0], names[1][0]
+                    # Behind a scale that a loop returns is all that the loop reads.
+                    other, own = (max(each, key=lambda name: name.endswith("loss_scale")) for each in names)
+                    found = other, own
                     self._known[id(jx.versions.variable_of(scales[0]))] = self.scales[1]
                     self._known[id(jx.versions.variable_of(x))] = self.scales[1]._replace(is_data_free=False)
         return found
