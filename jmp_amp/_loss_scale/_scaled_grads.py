@@ -13,7 +13,8 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, at, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
-# The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
+# The names of a scale that `init` or `set_loss_scale` puts into a state, and of the loss and the gradients that
+# `value_and_grad` returns. They change no program.
 SCALE, _LOSS, _SCALED = "amp.loss_scale", "amp.loss", "amp.scaled_grads"
 _UNKNOWN = Unit(is_data_free=False)
 _read_from = jx.Cache()  # of a traced scale, what is in the states that it was read from
@@ -267,7 +268,7 @@ def _is_entered(eqn: Any) -> bool:
 
 
 def is_new_scale(eqn: Any) -> bool:
-    """Whether an equation names the scale that `LossScale.init` returns."""
+    """Whether an equation names a scale that `LossScale.init` or `set_loss_scale` puts into a state."""
     return _name_of(eqn) == SCALE
 
 

@@ -143,12 +143,16 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         before = [(path[1:], x) for path, x in jax.tree.leaves_with_path((args, kwargs)) if id(x) in kept]
         results = zip(found, rebuild(program.out_avals), strict=True)
         after = [(path, aval) for (path, x), aval in results if aval is not x]
-        # An argument that is an array itself is an origin of what is computed from it.
-        origins = [frozenset({keystr(path)} if len(path) == 1 else ()) for path, _ in before]
+        # An argument that is an array itself, or a scalar, is an origin of what is computed from it.
+        origins = [frozenset({keystr(path)} if len(path) == 1 or x.shape == () else ()) for path, x in before]
         analysis, units = _analyze(program, is_scale, origins, {})
+        named = [bool(each) and (each, x.shape) in analysis.named for each, (_, x) in zip(origins, before, strict=True)]
+        if any(named):
+            is_scale = [*map(operator.or_, is_scale, named)]
+            analysis, units = _analyze(program, is_scale, origins, {})
         if analysis.equal:
             analysis, units = _analyze(program, is_scale, origins, analysis.equal)
-        replaced = _replaced(before, after, lambda i, j: origins[i] <= units[j].origins)
+        replaced = _replaced(before, after, lambda i, j: len(before[i][0]) > 1 or origins[i] <= units[j].origins)
         arguments: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
         known = {j: arguments[i] for j, i in replaced.items()}
         names = [known.get(j, f"result{keystr(path)}") for j, (path, _) in enumerate(after)]
@@ -257,6 +261,7 @@ class _StepAnalysis(UnitAnalysis):
     Attributes:
         warnings: what may be intended.
         equal: the units of scales that are known to be equal to others, or 1.
+        named: the origins and the shape of unscaled values that become the scale of a state.
         iterates: whether there are several updates, the second of which has another scale; or a loop over scaled values
             that ends when values say so, which NaN may never do.
     """
@@ -266,6 +271,7 @@ class _StepAnalysis(UnitAnalysis):
         super().__init__(2 * n_scales)  # each of this step, and each of a later one
         self.scales = [equal.get(scale.powers, scale) for scale in self.scales[:n_scales]]
         self.warnings, self.equal, self.iterates = dict[str, None](), dict[Any, Unit](), False
+        self.named = set[tuple[Origins, Any]]()
         self._shared: Unit | None = None
         self._is_guarded = False  # whether a branch is entered that a check for overflows selects
 
@@ -302,8 +308,10 @@ class _StepAnalysis(UnitAnalysis):
         """
         marks = jx.marks_in(eqn.source_info.name_stack)
         if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
+            if is_new_scale(eqn) and operands[0].powers == self.unscaled.powers:
+                self.named.add((operands[0].origins, jx.shape_of(eqn.outvars[0])))
             scale = next((unit for unit in operands if any(unit.powers or ())), self.scales[-1])
-            return [_next(scale) if ls.NEXT_SCALE in marks else self.scales[-1]] * len(eqn.outvars)
+            return [_next(scale) if ls.NEXT_SCALE in marks else scale] * len(eqn.outvars)
         if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
             is_next = operands[-1] == _next(operands[-1]) and any(operands[-1].powers or ())
             if ls.NO_SCALE in divides:

@@ -797,6 +797,61 @@ def test_gradients_of_the_step_before_and_a_lower_scale_in_a_loop_pass():
     assert warned(again, PARAMS, RULE.init(), X) == []
 
 
+# A state that starts at a scale that is an argument.
+
+
+def client(params, scale, x, *, by_hand=False, forgotten=False, logged=False):
+    state = amp.set_loss_scale(TX.init(params), scale)
+
+    def one(carry, x):
+        params, state = carry
+        grads = amp.grad(linear, **({"loss_scale": scale} if by_hand else {"opt_state": state}))(params, x)
+        updates, state = TX.update(grads, state, params)
+        params = optax.apply_updates(params, grads if forgotten else updates)
+        return (params, state), optax.tree.norm(grads)
+
+    if by_hand:
+        (params, state), norms = one((params, state), x)
+    else:
+        (params, state), norms = lax.scan(one, (params, state), x[None])
+    return params, amp.get_loss_scale(state), norms if logged else None
+
+
+def clients(params, scale, x):
+    """Hands the scale on from one client to the next."""
+    return lax.scan(lambda carry, x: (client(*carry, x)[:2], None), (params, scale), jnp.stack([x, x]))[0]
+
+
+SCALE = jnp.float32(2**10)
+CLIENTS = {
+    "in a loop": (client, SCALE),
+    "in a loop, an integer": (client, jnp.int32(2**10)),
+    "once, and multiplied by hand": (functools.partial(client, by_hand=True), SCALE),
+    "one after the other": (clients, SCALE),
+    "one after the other, in a tree": (lambda params, run, x: clients(params, run["scale"], x), {"scale": SCALE}),
+    "at the same time": (jax.vmap(client, (None, 0, None)), jnp.stack([SCALE, SCALE])),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_state_that_starts_at_an_argument_passes(name):
+    step, scale = CLIENTS[name]
+    assert warned(step, PARAMS, scale, X) == []
+
+
+def test_a_state_that_starts_at_an_argument_is_checked():
+    with pytest.raises(ValueError, match="the gradients are still scaled here"):
+        check(functools.partial(client, forgotten=True))(PARAMS, SCALE, X)
+    (message,) = warned(functools.partial(client, by_hand=True, logged=True), PARAMS, SCALE, X)
+    assert message.startswith("`step` returns `result[2]`, a value multiplied by the loss scale")
+
+    def set_too(params, scale, state, x):
+        return train_step(TX, params, amp.set_loss_scale(state, scale), x, loss_fn=linear)
+
+    for scale in (SCALE, jnp.int32(2**10)):
+        assert warned(set_too, PARAMS, scale, STATE, X) == []
+
+
 PRIVATE = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=0)
 
 
