@@ -14,6 +14,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp import _loss_scale as ls
 from jmp_amp._calls import listed, transformation, warn
 from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit, is_new_scale
+from jmp_amp._modules import is_metric, is_module
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._report import as_jit_takes, check_callable, grouped
 
@@ -82,10 +83,10 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     logged norm of gradients, an adaptive solver of cotangents, and random numbers that all micro-batches of
     `accumulate_steps` share.
 
-    Then it runs `step` twice, the second time with gradients that overflow, and warns of what such a step changes, as
+    Then it runs `step`, with gradients that are finite and that overflow, and warns of what it changes then, as
     averages of parameters, batch statistics and pools; and of a state that it keeps, whose scale never backs off. It
-    compares results with arguments of the same place, and
-    donates none. It does not run for a `jax.ShapeDtypeStruct`, or if `step` has side effects or calls the host.
+    compares results, and what is written into Flax NNX modules, with arguments of the same place, and donates none. It
+    does not run for a `jax.ShapeDtypeStruct`, nor if `step` has side effects, calls the host or is a loop over steps.
 
     Args:
         step: the train step, jitted or not, or a function that makes the state and runs steps. Its arguments contain
@@ -126,7 +127,12 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
         @functools.wraps(step, updated=())
         def leaves(*args: Any, **kwargs: Any) -> list[Any]:
+            modules = jax.tree.map(lambda x: x if is_module(x) else None, (args, kwargs), is_leaf=is_module)
+            given = jax.tree.leaves(modules)
             found[:] = jax.tree.leaves_with_path(step(*args, **kwargs))
+            known = set(map(id, [*given, *(x for _, x in found)]))
+            # What the step has written into its modules, by the paths of the arguments.
+            found.extend((path[1:], x) for path, x in jax.tree.leaves_with_path(modules) if id(x) not in known)
             return [x for _, x in found]
 
         program, arrays, rebuild = jx.trace_call(leaves, args, kwargs, jax.ShapeDtypeStruct)
@@ -164,7 +170,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
         if not analysis.iterates and states:
-            own = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
+            may_move = _nodes((args, kwargs), lambda x: _is_of_optimizer(x) or is_metric(x))
+            own = set(map(id, jax.tree.leaves(may_move)))
             is_other = {j: id(arrays[i]) not in own for j, i in replaced.items()}
             leaves_of = [set(map(id, jax.tree.leaves(state))) for state in states]
             next_states = [{j for j, i in replaced.items() if id(arrays[i]) in ids} for ids in leaves_of]
