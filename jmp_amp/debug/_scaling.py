@@ -83,7 +83,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     logged norm of gradients, an adaptive solver of cotangents, and random numbers that all micro-batches of
     `accumulate_steps` share.
 
-    Then it runs `step`, with gradients that are finite and that overflow, and warns of what it changes then, as
+    Then it runs `step` with finite gradients, and with ones that overflow, and warns of what it changes then, as
     averages of parameters, batch statistics and pools; and of a state that it keeps, whose scale never backs off. It
     compares results, and what is written into Flax NNX modules, with arguments of the same place, and donates none. It
     does not run for a `jax.ShapeDtypeStruct`, nor if `step` has side effects, calls the host or is a loop over steps.
@@ -207,9 +207,9 @@ def _is_link(x: Any) -> bool:
 
 def _is_of_optimizer(x: Any) -> bool:
     """Whether a node is the state of the wrapper, or of a chain around it, in which others may move."""
-    if isinstance(x, ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState):
-        return True
-    return type(x) is tuple and all(isinstance(each, tuple) for each in x) and any(map(_is_of_optimizer, x))
+    kinds = ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState
+    is_chain = type(x) is tuple and all(isinstance(each, tuple) for each in x)
+    return isinstance(x, kinds) or (is_chain and bool(_nodes(x, lambda each: isinstance(each, kinds))))
 
 
 def _replaced(
@@ -245,21 +245,21 @@ def _run_skipped(
     are_known = all(isinstance(x, jax.Array | np.ndarray) and ls.is_concrete(x) for x in (*arrays, *consts))
     if opened.effects or not are_known or any("callback" in eqn.primitive.name for *_, eqn in jx.equations_in(program)):
         return {}, []
-    call = jax.jit(functools.partial(jax.core.eval_jaxpr, opened, consts))
 
-    def run(scale: float, arrays: Sequence[Any]) -> tuple[list[Any], set[int]]:
-        """Returns the results, and the numbers of those that are equal to their arguments."""
+    @jax.jit
+    def run(scale: float, arrays: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """Returns the results, and which of them are equal to their arguments."""
         old = [jnp.full_like(x, scale) if ok else x for x, ok in zip(arrays, is_scale, strict=True)]
-        new = call(*old)
-        return new, {j for j, i in replaced.items() if jnp.array_equal(old[i], new[j], equal_nan=True)}
+        new = jax.core.eval_jaxpr(opened, consts, *old)
+        return new, {j: jnp.array_equal(old[i], new[j], equal_nan=True) for j, i in replaced.items()}
 
     with jax.debug_nans(False), jax.debug_infs(False):
         (taken, idle), (_, kept), old = run(1.0, arrays), run(jnp.nan, arrays), [*arrays]
         for j, i in replaced.items():
             old[i] = taken[j]
         new, same = run(jnp.nan, old)
-    moved = {j: new[j] for j in replaced if j not in same}
-    return moved, [min(state) for state in states if state <= kept and not state <= idle]
+    stuck = [min(state) for state in states if all(kept[j] for j in state) and not all(idle[j] for j in state)]
+    return {j: new[j] for j in replaced if not same[j]}, stuck
 
 
 class _StepAnalysis(UnitAnalysis):

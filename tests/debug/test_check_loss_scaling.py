@@ -198,9 +198,8 @@ def test_each_of_two_losses_has_its_scale():
             grads.append(true)
             finite.append(ok)
         updates, _ = tx.update(jax.tree.map(jnp.add, *grads), tx.init(params), params)
-        return optax.apply_updates(params, updates), [
-            rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)
-        ]
+        new = optax.tree.where(finite[0] & finite[1], optax.apply_updates(params, updates), params)
+        return new, [rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)]
 
     check(step)(PARAMS, [rule.init(), rule.init()])
     with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
@@ -612,7 +611,8 @@ def by_rule(params, scaling, x, unscale):
     grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
     new = RULE.update(scaling, amp.all_finite(grads))
     grads = unscale(grads, scaling, new)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return optax.tree.where(new.last_finite, moved, params), new
 
 
 def divided(grads, scale):
@@ -692,7 +692,8 @@ def test_a_static_scale_has_no_next_one():
     def step(params, scaling, x):
         grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
         new = rule.update(scaling, amp.all_finite(grads))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, divided(grads, new.loss_scale)), new
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, divided(grads, new.loss_scale))
+        return optax.tree.where(new.last_finite, moved, params), new
 
     check(step)(PARAMS, rule.init(), X)
 
