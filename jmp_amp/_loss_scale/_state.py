@@ -14,7 +14,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, listed
 from jmp_amp._loss_scale._gradients import is_frozen
 from jmp_amp._loss_scale._rule import NEVER, LossScaleState, is_concrete, is_scale, to_number
-from jmp_amp._loss_scale._scaled_grads import SCALE, note_state
+from jmp_amp._loss_scale._scaled_grads import SET_SCALE, note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
@@ -84,7 +84,7 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
             numbers = np.ravel(value) if np.shape(value) == jnp.shape(old.loss_scale) != () else [value]
             scale = np.reshape([to_number("value", x) for x in numbers], np.shape(value))
         else:
-            scale = checkpoint_name(value, SCALE)  # does nothing
+            scale = checkpoint_name(jnp.asarray(value, jnp.float32), SET_SCALE)  # does nothing
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
     new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
 

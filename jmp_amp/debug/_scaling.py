@@ -314,9 +314,9 @@ class _StepAnalysis(UnitAnalysis):
         A check for overflows in a branch that another one selects, as under `apply_if_finite`, never finds one.
         """
         marks = jx.marks_in(eqn.source_info.name_stack)
-        if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
-            if is_new_scale(eqn) and operands[0].powers == self.unscaled.powers:
-                self.named.add((operands[0].origins, jx.shape_of(eqn.outvars[0])))
+        if is_set := ls.is_set_scale(eqn) and not operands[0].is_data_free:
+            self.named.add((operands[0].origins, jx.shape_of(eqn.outvars[0])))
+        if is_set or is_new_scale(eqn) or ls.NEXT_SCALE in marks:
             scale = next((unit for unit in operands if any(unit.powers or ())), self.scales[-1])
             return [_next(scale) if ls.NEXT_SCALE in marks else scale] * len(eqn.outvars)
         if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
