@@ -17,6 +17,11 @@ def is_module(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def is_metric(x: Any) -> bool:
+    """Returns whether `x` is a Flax NNX metric, which only logs what it keeps."""
+    return is_module(x) and isinstance(x, sys.modules["flax.nnx"].Metric)
+
+
 def holds_modules(tree: Any) -> bool:
     """Returns whether there is an NNX module in a tree."""
     return "flax.nnx" in sys.modules and any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))

@@ -13,8 +13,9 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, at, is_overwritten
 from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
 
-# The names of a new scale, and of the loss and the gradients that `value_and_grad` returns. They change no program.
-SCALE, _LOSS, _SCALED = "amp.loss_scale", "amp.loss", "amp.scaled_grads"
+# The names of a new scale, of one that `set_loss_scale` puts into a state, and of the loss and the gradients that
+# `value_and_grad` returns. They change no program.
+SCALE, SET_SCALE, _LOSS, _SCALED = "amp.loss_scale", "amp.set_loss_scale", "amp.loss", "amp.scaled_grads"
 _UNKNOWN = Unit(is_data_free=False)
 _read_from = jx.Cache()  # of a traced scale, what is in the states that it was read from
 _scale_of = jx.Cache()  # of traced gradients, the scale of their loss
@@ -133,7 +134,9 @@ class _BeforeUpdate(UnitAnalysis):
                 scales = _scale_of(x, None, lambda: lambda: None)(), self._own
                 names = [jx.versions.argument_names(jx.tracers_behind(scale), self._own) for scale in scales]
                 if all(names) and {*names[0]}.isdisjoint(names[1]):
-                    found = names[0][0], names[1][0]
+                    # Behind a scale that a loop returns is all that the loop reads.
+                    other, own = (max(each, key=lambda name: name.endswith("loss_scale")) for each in names)
+                    found = other, own
                     self._known[id(jx.versions.variable_of(scales[0]))] = self.scales[1]
                     self._known[id(jx.versions.variable_of(x))] = self.scales[1]._replace(is_data_free=False)
         return found
@@ -267,6 +270,11 @@ def _is_entered(eqn: Any) -> bool:
 def is_new_scale(eqn: Any) -> bool:
     """Whether an equation names the scale that `LossScale.init` returns."""
     return _name_of(eqn) == SCALE
+
+
+def is_set_scale(eqn: Any) -> bool:
+    """Whether an equation names a scale that `set_loss_scale` puts into a state."""
+    return _name_of(eqn) == SET_SCALE
 
 
 def _is_mark(eqn: Any) -> bool:

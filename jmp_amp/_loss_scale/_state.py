@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import keystr
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._calls import check_concrete, listed
 from jmp_amp._loss_scale._gradients import is_frozen
 from jmp_amp._loss_scale._rule import NEVER, LossScaleState, is_concrete, is_scale, to_number
-from jmp_amp._loss_scale._scaled_grads import note_state
+from jmp_amp._loss_scale._scaled_grads import SET_SCALE, note_state
 from jmp_amp._loss_scale._transformations import DynamicLossScaleState
 from jmp_amp._modules import is_module, state_of_modules, update_modules
 from jmp_amp._trees import is_inexact
@@ -51,7 +52,8 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
     Args:
         opt_state: a `LossScaleState`, or any state that holds exactly one, inside or outside `jit`. An `nnx.Optimizer`
             is updated in place.
-        value: a scalar, cast to float32, that multiplies the loss of the next step; or a `LossScaleState`.
+        value: a number, cast to float32, that multiplies the loss of the next step, or an array of one for each state
+            that `vmap` created; or a `LossScaleState`.
 
     Returns:
         A state of the same structure; the same object if it is an `nnx.Optimizer`.
@@ -78,7 +80,11 @@ def set_loss_scale(opt_state: Any, value: float | jax.Array | LossScaleState) ->
         for scale in np.ravel(new.loss_scale) if is_concrete(new.loss_scale) else ():
             to_number("value.loss_scale", scale)
     else:
-        scale = value if isinstance(value, jax.core.Tracer) else to_number("value", value)
+        if is_concrete(value):
+            numbers = np.ravel(value) if np.shape(value) == jnp.shape(old.loss_scale) != () else [value]
+            scale = np.reshape([to_number("value", x) for x in numbers], np.shape(value))
+        else:
+            scale = checkpoint_name(jnp.asarray(value, jnp.float32), SET_SCALE)  # does nothing
         new = old._replace(loss_scale=jnp.asarray(scale), growth_tracker=jnp.asarray(0))
     new = jax.tree.map(lambda x, like: jnp.broadcast_to(x.astype(like.dtype), like.shape), new, old)
 

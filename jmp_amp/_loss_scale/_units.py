@@ -88,6 +88,14 @@ class UnitAnalysis:
         """Returns the units of the inputs of the body of a loop, from those of the operands."""
         return [*operands[loop.consts], *operands[loop.carry], *operands[loop.xs]]
 
+    def join_carry(self, init: Unit, out: Unit) -> Unit:
+        """Returns the unit of a carry, from its initial unit and the unit that the body returns."""
+        is_data_free = init.is_data_free and out.is_data_free
+        powers = out.powers if init.powers is None else init.powers
+        return init._replace(
+            powers=powers, is_data_free=is_data_free, is_small=False, origins=init.origins | out.origins
+        )
+
     def infer(self, jaxpr: Any, inputs: Sequence[Unit]) -> list[Unit]:
         """Returns the units of the results of a jaxpr."""
         return jx.evaluate(jaxpr, inputs, self.infer_equation, self.constant, lambda atom: self.constant(atom.val))
@@ -202,10 +210,12 @@ class UnitAnalysis:
             errors_before, inputs = dict(self.errors), operands.copy()
             inputs[loop.carry] = carry
             outs = self.infer(loop.body, self.enter_loop(loop, inputs))
-            new = [_join_carry(init, out) for init, out in zip(carry, outs[: loop.n_carry], strict=True)]
+            new = [self.join_carry(init, out) for init, out in zip(carry, outs[: loop.n_carry], strict=True)]
             if new == carry:
                 break
             carry, self.errors = new, errors_before
+        if loop.cond is not None:
+            self.infer(loop.cond, [*operands[loop.cond_consts], *carry])
         pairs = zip(carry, outs[: loop.n_carry], strict=True)
         return [*[self._unify(units, "carries {} through a loop") for units in pairs], *outs[loop.n_carry :]]
 
@@ -248,10 +258,3 @@ def _finds_nonfinite(eqn: Any, rule: Rule, atoms: Sequence[Any], operands: Seque
 
 def _join(units: Sequence[Unit]) -> Origins:
     return frozenset[str]().union(*(unit.origins for unit in units))
-
-
-def _join_carry(init: Unit, out: Unit) -> Unit:
-    """Returns the unit of a carry, from its initial unit and the unit that the body returns."""
-    is_data_free = init.is_data_free and out.is_data_free
-    powers = out.powers if init.powers is None else init.powers
-    return init._replace(powers=powers, is_data_free=is_data_free, is_small=False, origins=init.origins | out.origins)

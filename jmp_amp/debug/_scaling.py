@@ -1,6 +1,7 @@
 """`check_loss_scaling`: checks that a train step scales and unscales its gradients consistently."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jmp_amp import _jaxpr as jx
 from jmp_amp import _loss_scale as ls
 from jmp_amp._calls import listed, transformation, warn
 from jmp_amp._loss_scale import MICRO_BATCHES, LossScaleState, Origins, Unit, UnitAnalysis, describe_unit, is_new_scale
+from jmp_amp._modules import is_metric, is_module
 from jmp_amp._trees import all_finite
 from jmp_amp.debug._report import as_jit_takes, check_callable, grouped
 
@@ -50,9 +52,13 @@ _IS_ADAPTIVE = (
     "tolerance takes more evaluations (of `odeint`, 2.9 times as many at 2^16, 4.5 times at 2^24): use bfloat16 with "
     "`LossScale.none()`, or a smaller scale"
 )
+_STAYS = (
+    "a loss scale that is too high never backs off, and all steps are skipped; return the state that `update` returns, "
+    "in which `dynamic_loss_scale` has kept what must be kept"
+)
 _MOVES = (
     "That is right for counts and random keys; keep averages, statistics and pools as they were, by "
-    "`optax.tree.where(amp.metrics(opt_state)['last_finite'], new, old)`"
+    "`optax.tree.where(amp.metrics(opt_state)['last_finite'], new, old)`, but not the state of the optimizer"
 )
 
 
@@ -77,9 +83,10 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     logged norm of gradients, an adaptive solver of cotangents, and random numbers that all micro-batches of
     `accumulate_steps` share.
 
-    Then it runs `step` twice, the second time with gradients that overflow, and warns of what such a step changes, as
-    averages of parameters, batch statistics and pools. It compares results with arguments of the same place, and
-    donates none. It does not run for a `jax.ShapeDtypeStruct`, or if `step` has side effects or calls the host.
+    Then it runs `step` with finite gradients, and with ones that overflow, and warns of what it changes then, as
+    averages of parameters, batch statistics and pools; and of a state that it keeps, whose scale never backs off. It
+    compares results, and what is written into Flax NNX modules, with arguments of the same place, and donates none. It
+    does not run for a `jax.ShapeDtypeStruct`, nor if `step` has side effects, calls the host or is a loop over steps.
 
     Args:
         step: the train step, jitted or not, or a function that makes the state and runs steps. Its arguments contain
@@ -120,7 +127,12 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
         @functools.wraps(step, updated=())
         def leaves(*args: Any, **kwargs: Any) -> list[Any]:
+            modules = jax.tree.map(lambda x: x if is_module(x) else None, (args, kwargs), is_leaf=is_module)
+            given = jax.tree.leaves(modules)
             found[:] = jax.tree.leaves_with_path(step(*args, **kwargs))
+            known = set(map(id, [*given, *(x for _, x in found)]))
+            # What the step has written into its modules, by the paths of the arguments.
+            found.extend((path[1:], x) for path, x in jax.tree.leaves_with_path(modules) if id(x) not in known)
             return [x for _, x in found]
 
         program, arrays, rebuild = jx.trace_call(leaves, args, kwargs, jax.ShapeDtypeStruct)
@@ -137,12 +149,16 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         before = [(path[1:], x) for path, x in jax.tree.leaves_with_path((args, kwargs)) if id(x) in kept]
         results = zip(found, rebuild(program.out_avals), strict=True)
         after = [(path, aval) for (path, x), aval in results if aval is not x]
-        # An argument that is an array itself is an origin of what is computed from it.
-        origins = [frozenset({keystr(path)} if len(path) == 1 else ()) for path, _ in before]
+        # An argument that is an array itself, or a scalar, is an origin of what is computed from it.
+        origins = [frozenset({keystr(path)} if len(path) == 1 or x.shape == () else ()) for path, x in before]
         analysis, units = _analyze(program, is_scale, origins, {})
+        named = [bool(each) and (each, x.shape) in analysis.named for each, (_, x) in zip(origins, before, strict=True)]
+        if any(named):
+            is_scale = [*map(operator.or_, is_scale, named)]
+            analysis, units = _analyze(program, is_scale, origins, {})
         if analysis.equal:
             analysis, units = _analyze(program, is_scale, origins, analysis.equal)
-        replaced = _replaced(before, after, lambda i, j: origins[i] <= units[j].origins)
+        replaced = _replaced(before, after, lambda i, j: len(before[i][0]) > 1 or origins[i] <= units[j].origins)
         arguments: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
         known = {j: arguments[i] for j, i in replaced.items()}
         names = [known.get(j, f"result{keystr(path)}") for j, (path, _) in enumerate(after)]
@@ -153,11 +169,17 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
-        if not analysis.iterates and _nodes((args, kwargs), lambda x: isinstance(x, ls.DynamicLossScaleState)):
-            own = {id(x) for x in jax.tree.leaves(_nodes((args, kwargs), _is_of_optimizer))}
+        if not analysis.iterates and states:
+            may_move = _nodes((args, kwargs), lambda x: _is_of_optimizer(x) or is_metric(x))
+            own = set(map(id, jax.tree.leaves(may_move)))
             is_other = {j: id(arrays[i]) not in own for j, i in replaced.items()}
-            moved = _moved_where_skipped(program, arrays, is_scale, replaced)
+            leaves_of = [set(map(id, jax.tree.leaves(state))) for state in states]
+            next_states = [{j for j, i in replaced.items() if id(arrays[i]) in ids} for ids in leaves_of]
+            moved, stuck = _run_skipped(program, arrays, is_scale, replaced, next_states)
+            if _nodes((args, kwargs), _is_link):  # which passes zeros on, so that a momentum moves the parameters
+                moved = {j: x for j, x in moved.items() if not all_finite(x)}
             analysis.check_moved({names[j]: x for j, x in moved.items() if is_other[j]})
+            analysis.warnings |= {f"where gradients overflow, `step` keeps `{names[j]}`: {_STAYS}": None for j in stuck}
         for warning in analysis.warnings:
             warn(warning)
 
@@ -168,7 +190,7 @@ def _analyze(
     program: Any, is_scale: Sequence[bool], origins: Sequence[Origins], equal: dict[Any, Unit]
 ) -> tuple["_StepAnalysis", list[Unit]]:
     """Returns the analysis of a step, and the units of its results."""
-    analysis = _StepAnalysis(sum(is_scale) + 2, equal)
+    analysis = _StepAnalysis(sum(is_scale) + 1, equal)
     inputs = [analysis.unscaled._replace(origins=each) for each in origins]
     return analysis, analysis.infer(program, jx.combine(is_scale, analysis.scales, inputs))
 
@@ -178,10 +200,16 @@ def _nodes(tree: Any, selects: Callable[[Any], bool]) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=selects) if selects(x)]
 
 
+def _is_link(x: Any) -> bool:
+    """Whether a node is the state of an `unscale_and_check` that checks by itself."""
+    return isinstance(x, ls.UnscaleAndCheckState) and x.last_finite is not None
+
+
 def _is_of_optimizer(x: Any) -> bool:
     """Whether a node is the state of the wrapper, or of a chain around it, in which others may move."""
     kinds = ls.DynamicLossScaleState | ls.UnscaleAndCheckState | LossScaleState
-    return isinstance(x, kinds) or (type(x) is tuple and all(isinstance(each, tuple) for each in x))
+    is_chain = type(x) is tuple and all(isinstance(each, tuple) for each in x)
+    return isinstance(x, kinds) or (is_chain and bool(_nodes(x, lambda each: isinstance(each, kinds))))
 
 
 def _replaced(
@@ -190,7 +218,7 @@ def _replaced(
     """Returns the arguments whose next values are among the results, by the numbers of these.
 
     A result is the next value of a leaf with its type and path in an argument, at the same place, or else the first. An
-    array on its own depends on the old one; at another place, a scalar could be a loss.
+    array on its own is at the same place, and depends on the old one: another could be a loss, or a reconstruction.
     """
     arguments = grouped(range(len(before)), lambda i: (before[i][0][1:], before[i][1].shape, before[i][1].dtype))
     replaced = dict[int, int]()
@@ -199,35 +227,39 @@ def _replaced(
         equal = arguments.get((place[1:], x.shape, x.dtype), [])
         free = [i for i in equal if i not in replaced.values() and depends(i, j)]
         same = [i for i in free if before[i][0] == place]
-        if found := same or (free if place[1:] or x.shape else []):
+        if found := same or (free if place[1:] else []):
             replaced[j] = found[0]
     return replaced
 
 
-def _moved_where_skipped(
-    program: Any, arrays: Sequence[Any], is_scale: Sequence[bool], replaced: dict[int, int]
-) -> dict[int, Any]:
-    """Returns the results that a skipped step changes, by their numbers.
+def _run_skipped(
+    program: Any, arrays: Sequence[Any], is_scale: Sequence[bool], replaced: dict[int, int], states: Sequence[set[int]]
+) -> tuple[dict[int, Any], list[int]]:
+    """Returns the results that a skipped step changes, by their numbers, and the first of a state that only it keeps.
 
-    The step runs with a scale of 1, so that averages differ from what they average, and then with one of NaN. It does
-    not run without values, or if it has side effects.
+    The step runs with a scale of 1, so that averages differ from what they average, and then with one of NaN. The next
+    states of loss scales are compared for the same arguments, of which a step that updates now and then updates both or
+    none. It does not run without values, or if it has side effects.
     """
     opened, consts = jx.open_jaxpr(program)
     are_known = all(isinstance(x, jax.Array | np.ndarray) and ls.is_concrete(x) for x in (*arrays, *consts))
     if opened.effects or not are_known or any("callback" in eqn.primitive.name for *_, eqn in jx.equations_in(program)):
-        return {}
+        return {}, []
 
     @jax.jit
-    def run(scale: float, arrays: Sequence[Any]) -> list[Any]:
-        scaled = [jnp.full_like(x, scale) if ok else x for x, ok in zip(arrays, is_scale, strict=True)]
-        return jax.core.eval_jaxpr(opened, consts, *scaled)
+    def run(scale: float, arrays: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """Returns the results, and which of them are equal to their arguments."""
+        old = [jnp.full_like(x, scale) if ok else x for x, ok in zip(arrays, is_scale, strict=True)]
+        new = jax.core.eval_jaxpr(opened, consts, *old)
+        return new, {j: jnp.array_equal(old[i], new[j], equal_nan=True) for j, i in replaced.items()}
 
     with jax.debug_nans(False), jax.debug_infs(False):
-        taken, old = run(1.0, arrays), [*arrays]
+        (taken, idle), (_, kept), old = run(1.0, arrays), run(jnp.nan, arrays), [*arrays]
         for j, i in replaced.items():
             old[i] = taken[j]
-        new = run(jnp.nan, old)
-        return {j: new[j] for j, i in replaced.items() if jnp.any(old[i] != new[j])}
+        new, same = run(jnp.nan, old)
+    stuck = [min(state) for state in states if all(kept[j] for j in state) and not all(idle[j] for j in state)]
+    return {j: new[j] for j in replaced if not same[j]}, stuck
 
 
 class _StepAnalysis(UnitAnalysis):
@@ -236,15 +268,17 @@ class _StepAnalysis(UnitAnalysis):
     Attributes:
         warnings: what may be intended.
         equal: the units of scales that are known to be equal to others, or 1.
+        named: the origins and the shape of unscaled values that become the scale of a state.
         iterates: whether there are several updates, the second of which has another scale; or a loop over scaled values
             that ends when values say so, which NaN may never do.
     """
 
     def __init__(self, n_scales: int, equal: dict[Any, Unit]) -> None:
-        """Takes `equal`, and the number of loss scales: the last two are a new one of `step`, and that of the next."""
-        super().__init__(n_scales)
-        self.scales = [equal.get(scale.powers, scale) for scale in self.scales]
+        """Takes `equal`, and the number of loss scales, the last of which is a new one of `step`."""
+        super().__init__(2 * n_scales)  # each of this step, and each of a later one
+        self.scales = [equal.get(scale.powers, scale) for scale in self.scales[:n_scales]]
         self.warnings, self.equal, self.iterates = dict[str, None](), dict[Any, Unit](), False
+        self.named = set[tuple[Origins, Any]]()
         self._shared: Unit | None = None
         self._is_guarded = False  # whether a branch is entered that a check for overflows selects
 
@@ -280,15 +314,19 @@ class _StepAnalysis(UnitAnalysis):
         A check for overflows in a branch that another one selects, as under `apply_if_finite`, never finds one.
         """
         marks = jx.marks_in(eqn.source_info.name_stack)
-        if is_new_scale(eqn) or ls.NEXT_SCALE in marks:
-            return [self.scales[-1 if ls.NEXT_SCALE in marks else -2]] * len(eqn.outvars)
+        if is_set := ls.is_set_scale(eqn) and not operands[0].is_data_free:
+            self.named.add((operands[0].origins, jx.shape_of(eqn.outvars[0])))
+        if is_set or is_new_scale(eqn) or ls.NEXT_SCALE in marks:
+            scale = next((unit for unit in operands if any(unit.powers or ())), self.scales[-1])
+            return [_next(scale) if ls.NEXT_SCALE in marks else scale] * len(eqn.outvars)
         if divides := {ls.EQUAL_SCALE, ls.NO_SCALE, ls.OTHER_SCALE}.intersection(marks):
+            is_next = operands[-1] == _next(operands[-1]) and any(operands[-1].powers or ())
             if ls.NO_SCALE in divides:
                 self.equal[operands[-1].powers] = self.constant(1)
-            elif ls.EQUAL_SCALE in divides:
+            elif ls.EQUAL_SCALE in divides and not is_next:
                 self.equal[operands[-1].powers] = self._shared = self._shared or operands[-1]
             is_in_loop = any(each.primitive.name in ("scan", "while") for each in self.path)
-            self.iterates |= is_in_loop or operands[-1].powers == self.scales[-1].powers
+            self.iterates |= is_in_loop or is_next
         if self._is_guarded and ls.CHECK in marks:
             self.errors[f"{jx.site_of([*self.path, eqn]).where}, {_NEVER_CHECKED}"] = None
         is_random = eqn.primitive.name in ("random_bits", "random_gamma")
@@ -312,6 +350,10 @@ class _StepAnalysis(UnitAnalysis):
         self._is_guarded = before
         return units
 
+    def join_carry(self, init: Unit, out: Unit) -> Unit:
+        """A carry that comes back with the next scale has it in all iterations but the first."""
+        return super().join_carry(_next(init) if out.powers == _next(init).powers else init, out)
+
     def enter_loop(self, loop: jx.Loop, operands: list[Unit]) -> list[Unit]:
         """Marks what differs between micro-batches."""
         inputs = super().enter_loop(loop, operands)
@@ -319,6 +361,13 @@ class _StepAnalysis(UnitAnalysis):
             return inputs
         n = loop.n_consts
         return inputs[:n] + [unit._replace(origins=unit.origins | {MICRO_BATCHES}) for unit in inputs[n:]]
+
+
+def _next(unit: Unit) -> Unit:
+    """Returns the unit with the next scales in place of those of this step; they stand for all later ones, too."""
+    powers = unit.powers or ()
+    now, later = powers[: len(powers) // 2], powers[len(powers) // 2 :]
+    return unit._replace(powers=unit.powers and (*(n * 0 for n in now), *map(operator.add, now, later)))
 
 
 def _accumulates(eqn: Any) -> bool:

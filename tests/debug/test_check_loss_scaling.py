@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
+from jax.scipy.sparse.linalg import cg, gmres
 from optax import contrib
 from optax_transformations import case_of, gradients, names, parameters
 
@@ -37,6 +38,11 @@ def network(params, x):
 @amp.autocast
 def loss_fn(params, x):
     return jnp.mean(network(params, x) ** 2)
+
+
+@amp.autocast
+def linear(params, x):  # so simple that `update` does not see what multiplies the loss
+    return jnp.mean((x @ params["w"] @ params["u"] + params["b"]) ** 2)
 
 
 def train_step(tx, params, state, x, *, scale=None, change=None, loss_fn=loss_fn, **options):
@@ -192,9 +198,8 @@ def test_each_of_two_losses_has_its_scale():
             grads.append(true)
             finite.append(ok)
         updates, _ = tx.update(jax.tree.map(jnp.add, *grads), tx.init(params), params)
-        return optax.apply_updates(params, updates), [
-            rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)
-        ]
+        new = optax.tree.where(finite[0] & finite[1], optax.apply_updates(params, updates), params)
+        return new, [rule.update(s, ok) for s, ok in zip(scalings, finite, strict=True)]
 
     check(step)(PARAMS, [rule.init(), rule.init()])
     with pytest.raises(ValueError, match="does not scale and unscale its gradients consistently"):
@@ -483,6 +488,10 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
     def with_a_rate(params, state, rate, x):
         return train_step(TX, params, state, x)
 
+    def encoder(params, state, x):
+        params, state, loss = train_step(TX, params, state, x)
+        return params, state, loss, x - x @ params["w"] @ params["w"].T
+
     def logged(params, state, x):
         jax.debug.callback(lambda n: pytest.fail("the step has run"), x[0, 0])
         return train_step(TX, params, state, x)[:2], with_statistics(RUN, x)[0]
@@ -499,18 +508,98 @@ def test_what_is_no_next_value_of_an_argument_is_not_listed():
     assert moved(functools.partial(several, unrolled=True), PARAMS, STATE, X) is None
     assert moved(functools.partial(several, unrolled=False), PARAMS, STATE, X) is None
     assert moved(counted, RUN, X) is None
+    assert moved(encoder, PARAMS, STATE, X) is None  # a reconstruction, with the shape of the batch
     assert moved(with_a_rate, PARAMS, STATE, jnp.float32(0.1), X) is None  # in the place of the loss
     assert moved(logged, PARAMS, STATE, X) is None
     assert moved(averaged, *jax.eval_shape(lambda: (PARAMS, PARAMS, STATE, X))) is None
 
 
 def test_the_next_value_of_an_argument_is_found_at_another_place():
-    def last(state, x, mean, params):
+    def last(state, x, run, params):
         new, state, loss = train_step(TX, params, state, x)
-        return loss, new, state, 0.9 * mean + jnp.mean(x, 0)
+        return loss, new, state, {"mean": 0.9 * run["mean"] + jnp.mean(x, 0)}
 
-    assert moved(last, STATE, X, jnp.zeros(4), PARAMS) == "`mean`"
+    def in_place(params, state, mean, x):
+        return *train_step(TX, params, state, x)[:2], 0.9 * mean + jnp.mean(x, 0)
+
+    assert moved(last, STATE, X, {"mean": jnp.zeros(4)}, PARAMS) == "`run['mean']`"
+    assert moved(in_place, PARAMS, STATE, jnp.zeros(4), X) == "`mean`"
     assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
+
+
+def updated(params, state, x, selects):
+    grads = amp.grad(loss_fn, opt_state=state)(params, x)
+    updates, new = TX.update(grads, state, params)
+    return selects(optax.apply_updates(params, updates), new, params, state, grads)
+
+
+def flax_select(finite, new, old):
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+# What selects the state of the optimizer, also in a train state, by a flag of the gradients or of the next state.
+STUCK = {
+    "the state": lambda p, new, old_p, old, g: (p, optax.tree.where(amp.all_finite(g), new, old)),
+    "all": lambda p, new, old_p, old, g: optax.tree.where(new.loss_scale.last_finite, (p, new), (old_p, old)),
+    "as with DynamicScale": lambda p, new, old_p, old, g: (p, flax_select(amp.all_finite(g), new, old)),
+    "a branch": lambda p, new, old_p, old, g: lax.cond(
+        jnp.isfinite(optax.tree.norm(g)), lambda: (p, new), lambda: (old_p, old)
+    ),
+    "the scale": lambda p, new, old_p, old, g: (
+        p,
+        new._replace(loss_scale=optax.tree.where(amp.all_finite(g), new.loss_scale, old.loss_scale)),
+    ),
+}
+BACKS_OFF = {
+    "parameters": lambda p, new, old_p, old, g: (optax.tree.where(amp.all_finite(g), p, old_p), new),
+    "the state of the inner optimizer": lambda p, new, old_p, old, g: (
+        p,
+        new._replace(inner_state=optax.tree.where(amp.all_finite(g), new.inner_state, old.inner_state)),
+    ),
+    "a rollback": lambda p, new, old_p, old, g: (
+        lax.cond(new.loss_scale.notfinite_count > 5, lambda: old_p, lambda: p),
+        new,
+    ),
+}
+
+
+def warned(step, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(step)(*args)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", STUCK)
+def test_a_scale_that_never_backs_off_is_named(name):
+    step = functools.partial(updated, selects=STUCK[name])
+    (message,) = warned(step, PARAMS, STATE, X)
+    assert message.startswith("where gradients overflow, `step` keeps `state.loss_scale.loss_scale`: a loss scale that")
+    params, state = jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)  # as it says
+    assert amp.get_loss_scale(state) == 2.0**126
+    assert jnp.array_equal(params["w"], PARAMS["w"])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", BACKS_OFF)
+def test_a_step_that_keeps_other_state_passes(name):
+    step = functools.partial(updated, selects=BACKS_OFF[name])
+    assert warned(step, PARAMS, STATE, X) == []
+    assert amp.get_loss_scale(jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
+
+
+def test_a_step_that_updates_now_and_then_passes():
+    def update(params, state):
+        return train_step(TX, params, state, X)[:2]
+
+    def delayed(critic, actor, critic_state, actor_state, count):
+        critic, critic_state = update(critic, critic_state)
+        actor, actor_state = lax.cond(count % 2 == 0, update, lambda *args: args, actor, actor_state)
+        return critic, actor, critic_state, actor_state, count + 1
+
+    for count in range(2):
+        assert warned(delayed, PARAMS, PARAMS, STATE, STATE, jnp.int32(count)) == []
 
 
 # Scales.
@@ -522,7 +611,8 @@ def by_rule(params, scaling, x, unscale):
     grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
     new = RULE.update(scaling, amp.all_finite(grads))
     grads = unscale(grads, scaling, new)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return optax.tree.where(new.last_finite, moved, params), new
 
 
 def divided(grads, scale):
@@ -535,6 +625,42 @@ UNSCALES = {
     "by hand": lambda grads, scaling: divided(grads, scaling.loss_scale),
     "by the link": lambda grads, scaling: LINK.update(grads, LINK.init(PARAMS), loss_scale=scaling.loss_scale)[0],
 }
+
+
+ADAM, ADAM_BEHIND_THE_LINK = optax.adam(0.1), optax.chain(amp.unscale_and_check(), optax.adam(0.1))
+
+
+def held(params, moments, scaling, x, keeps=("params", "moments")):
+    """A step that keeps the scale itself, and selects what it is told to."""
+    grads, finite = RULE.unscale(scaling, amp.grad(linear, opt_state=scaling)(params, x))
+    updates, new_moments = ADAM.update(grads, moments, params)
+    new_params = optax.apply_updates(params, updates)
+    if "params" in keeps:
+        new_params = optax.tree.where(finite, new_params, params)
+    if "moments" in keeps:
+        new_moments = optax.tree.where(finite, new_moments, moments)
+    return new_params, new_moments, RULE.update(scaling, finite)
+
+
+def linked(params, moments, scaling, x, log=None):
+    scale = scaling.loss_scale
+    grads = amp.grad(linear, loss_scale=scale)(params, x)
+    updates, moments = ADAM_BEHIND_THE_LINK.update(grads, moments, params, loss_scale=scale)
+    scaling = RULE.update(scaling, moments[0].last_finite)
+    log = {"norm": log["norm"] + optax.tree.norm(grads) / scale} if log else None
+    return optax.apply_updates(params, updates), moments, scaling, log
+
+
+def test_a_step_that_keeps_the_scale_itself_is_run_too():
+    args = PARAMS, ADAM.init(PARAMS), RULE.init(), X
+    assert warned(held, *args) == []
+    params, moments = (moved(functools.partial(held, keeps=keeps), *args) for keeps in (["moments"], ["params"]))
+    assert params == "`params['b']` (not finite), `params['u']` (not finite), `params['w']` (not finite)"
+    assert moments.startswith("`moments[0].count`, `moments[0].mu['b']` (not finite), ")
+
+    args = PARAMS, ADAM_BEHIND_THE_LINK.init(PARAMS), RULE.init(), X
+    assert warned(linked, *args) == []  # a momentum moves the parameters, as the page says
+    assert moved(linked, *args, {"norm": jnp.float32(0)}) == "`log['norm']` (not finite)"
 
 
 @pytest.mark.parametrize("name", UNSCALES)
@@ -566,9 +692,165 @@ def test_a_static_scale_has_no_next_one():
     def step(params, scaling, x):
         grads = amp.grad(loss_fn, loss_scale=scaling.loss_scale)(params, x)
         new = rule.update(scaling, amp.all_finite(grads))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, divided(grads, new.loss_scale)), new
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, divided(grads, new.loss_scale))
+        return optax.tree.where(new.last_finite, moved, params), new
 
     check(step)(PARAMS, rule.init(), X)
+
+
+# A loop over steps.
+
+
+def in_body(params, state, outer, x):
+    return train_step(TX, params, state, x, loss_fn=linear)[:2]
+
+
+def of_outer(params, state, outer, x):
+    return train_step(TX, params, state, x, scale=amp.get_loss_scale(outer), loss_fn=linear)[:2]
+
+
+def handed(params, state, outer, x):
+    scale = amp.get_loss_scale(outer)
+    updates, state = TX.update(amp.grad(linear, loss_scale=scale)(params, x), state, params, loss_scale=scale)
+    return optax.apply_updates(params, updates), state
+
+
+def twice(params, state, outer, x):
+    return in_body(*in_body(params, state, outer, x), outer, x)
+
+
+def inner(params, state, outer, x):
+    return lax.scan(lambda carry, x: (in_body(*carry, outer, x), None), (params, state), x[None])[0]
+
+
+LOOPS = {
+    "scan": lambda body, init, x: lax.scan(lambda carry, x: (body(carry, x), None), init, jnp.stack([x, x]))[0],
+    "fori_loop": lambda body, init, x: lax.fori_loop(0, 2, lambda _, carry: body(carry, x), init),
+    "while_loop": lambda body, init, x: lax.while_loop(
+        lambda carry: optax.tree.norm(carry[0]) > 1, lambda carry: body(carry, x), init
+    ),
+}
+
+
+def loop(params, state, x, over, one):
+    return over(lambda carry, x: one(*carry, state, x), (params, state), x)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("one", [in_body, handed, twice, inner])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_steps_with_the_scale_of_each_passes(name, one):
+    assert warned(functools.partial(loop, over=LOOPS[name], one=one), PARAMS, STATE, X) == []
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_scale_in_front_of_a_loop_over_steps_is_found_in_it(name):
+    with pytest.raises(
+        ValueError, match=r"multiplied by one loss scale and divided by another .*: divide gradients by"
+    ):
+        check(functools.partial(loop, over=LOOPS[name], one=of_outer))(PARAMS, STATE, X)
+
+
+def adversaries(params, states, x, stale=False, shared=False):
+    """Two players, each with a state, whose scales are equal if both skip together."""
+
+    def body(carry, x):
+        players, now = carry
+        scaling = states if stale else now
+        grads = [amp.grad(linear, opt_state=state)(p, x) for p, state in zip(players, scaling, strict=True)]
+        options = {"grads_finite": amp.all_finite(grads)} if shared else {}
+        updates, new = zip(*(TX.update(g, s, **options) for g, s in zip(grads, now, strict=True)), strict=True)
+        return ([*map(optax.apply_updates, players, updates)], [*new]), None
+
+    return lax.scan(body, ([params, params], states), jnp.stack([x, x]))[0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_states_in_a_loop_have_their_scales(shared):
+    step = functools.partial(adversaries, shared=shared)
+    assert warned(step, PARAMS, [STATE, STATE], X) == []
+    with pytest.raises(ValueError, match="multiplied by one loss scale and divided by another"):
+        check(functools.partial(step, stale=True))(PARAMS, [STATE, STATE], X)
+
+
+def test_gradients_of_the_step_before_and_a_lower_scale_in_a_loop_pass():
+    def pipelined(params, state, x):
+        def body(carry, x):
+            params, state, grads = carry
+            updates, state = TX.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state, amp.grad(loss_fn, opt_state=state)(params, x)), None
+
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        (params, state, grads), _ = lax.scan(body, (params, state, grads), jnp.stack([x, x]))
+        return TX.update(grads, state, params)
+
+    def again(params, scaling, x):
+        def lower(carry):
+            scaling = RULE.update(carry[0], False)
+            return scaling, amp.grad(loss_fn, opt_state=scaling)(params, x)
+
+        init = scaling, amp.grad(loss_fn, opt_state=scaling)(params, x)
+        scaling, grads = lax.while_loop(lambda carry: ~amp.all_finite(carry[1]), lower, init)
+        return jax.tree.map(lambda p, g: p - g, params, RULE.unscale(scaling, grads)[0]), scaling
+
+    assert warned(pipelined, PARAMS, STATE, X) == []
+    assert warned(again, PARAMS, RULE.init(), X) == []
+
+
+# A state that starts at a scale that is an argument.
+
+
+def client(params, scale, x, *, by_hand=False, forgotten=False, logged=False):
+    state = amp.set_loss_scale(TX.init(params), scale)
+
+    def one(carry, x):
+        params, state = carry
+        grads = amp.grad(linear, **({"loss_scale": scale} if by_hand else {"opt_state": state}))(params, x)
+        updates, state = TX.update(grads, state, params)
+        params = optax.apply_updates(params, grads if forgotten else updates)
+        return (params, state), optax.tree.norm(grads)
+
+    if by_hand:
+        (params, state), norms = one((params, state), x)
+    else:
+        (params, state), norms = lax.scan(one, (params, state), x[None])
+    return params, amp.get_loss_scale(state), norms if logged else None
+
+
+def clients(params, scale, x):
+    """Hands the scale on from one client to the next."""
+    return lax.scan(lambda carry, x: (client(*carry, x)[:2], None), (params, scale), jnp.stack([x, x]))[0]
+
+
+SCALE = jnp.float32(2**10)
+CLIENTS = {
+    "in a loop": (client, SCALE),
+    "in a loop, an integer": (client, jnp.int32(2**10)),
+    "once, and multiplied by hand": (functools.partial(client, by_hand=True), SCALE),
+    "one after the other": (clients, SCALE),
+    "one after the other, in a tree": (lambda params, run, x: clients(params, run["scale"], x), {"scale": SCALE}),
+    "at the same time": (jax.vmap(client, (None, 0, None)), jnp.stack([SCALE, SCALE])),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_state_that_starts_at_an_argument_passes(name):
+    step, scale = CLIENTS[name]
+    assert warned(step, PARAMS, scale, X) == []
+
+
+def test_a_state_that_starts_at_an_argument_is_checked():
+    with pytest.raises(ValueError, match="the gradients are still scaled here"):
+        check(functools.partial(client, forgotten=True))(PARAMS, SCALE, X)
+    (message,) = warned(functools.partial(client, by_hand=True, logged=True), PARAMS, SCALE, X)
+    assert message.startswith("`step` returns `result[2]`, a value multiplied by the loss scale")
+
+    def set_too(params, scale, state, x):
+        return train_step(TX, params, amp.set_loss_scale(state, scale), x, loss_fn=linear)
+
+    for scale in (SCALE, jnp.int32(2**10)):
+        assert warned(set_too, PARAMS, scale, STATE, X) == []
 
 
 PRIVATE = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.1, key=0)
@@ -667,6 +949,68 @@ def test_an_adaptive_solver_of_cotangents_is_named_once():
     assert len(found) == 1
     with pytest.raises(ValueError, match="compares a value multiplied by the loss scale"):  # outside of the solver
         checked(TX, loss_fn=lambda params, x: jnp.mean(clipped(x @ params["w"]) ** 2))
+
+
+def searched(params, state, x, slope, search):
+    """A step whose length is halved until the loss falls as far as the slope says."""
+    grads = amp.grad(loss_fn, opt_state=state)(params, x)
+    slope = slope(optax.tree.norm(grads) ** 2, amp.get_loss_scale(state))
+    updates, new = TX.update(grads, state, params)
+
+    def is_long(length):
+        moved = jax.tree.map(lambda p, u: p + length * u, params, updates)
+        return (loss_fn(moved, x) > loss_fn(params, x) - 1e-4 * length * slope) & (length > 1e-3)
+
+    return jax.tree.map(lambda p, u: p + search(is_long) * u, params, updates), new
+
+
+SEARCHES = {
+    "while": lambda is_long: lax.while_loop(is_long, lambda length: length / 2, jnp.float32(1)),
+    "once": lambda is_long: lax.cond(is_long(jnp.float32(1)), lambda: 0.5, lambda: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_what_decides_when_a_loop_ends_is_unscaled(name):
+    step = functools.partial(searched, search=SEARCHES[name])
+    check(functools.partial(step, slope=lambda square, scale: square / scale**2))(PARAMS, STATE, X)
+    with pytest.raises(ValueError, match=r"\(\S*is_long\), the program subtracts .* to the power 2 and an unscaled"):
+        check(functools.partial(step, slope=lambda square, scale: square))(PARAMS, STATE, X)
+
+
+def by_hand(matvec, grads):
+    """Conjugate gradients of scaled gradients, up to a tolerance that is relative."""
+
+    def step(carry):
+        x, r, d, square, n = carry
+        product = matvec(d)
+        length = square / optax.tree.vdot(d, product)
+        x, r = optax.tree.add_scale(x, length, d), optax.tree.add_scale(r, -length, product)
+        new = optax.tree.vdot(r, r)
+        return x, r, optax.tree.add_scale(r, new / square, d), new, n + 1
+
+    start = optax.tree.vdot(grads, grads)
+    init = optax.tree.zeros_like(grads), grads, grads, start, 0
+    return lax.while_loop(lambda carry: (carry[3] > 1e-6 * start) & (carry[4] < 5), step, init)[0]
+
+
+SOLVERS = {
+    "cg": lambda *args: cg(*args, maxiter=5)[0],
+    "gmres": lambda *args: gmres(*args, maxiter=2)[0],
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solve_for_gradients_up_to_a_relative_tolerance_passes(name):
+    def step(params, state, x):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        grads = SOLVERS[name](lambda v: jax.tree.map(lambda v: 2 * v, v), grads)
+        updates, new = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), new
+
+    assert warned(step, PARAMS, STATE, X) == []
 
 
 def mapped(step, name):

@@ -1,5 +1,8 @@
 """Training of Flax NNX modules: accumulation, and the loss scale in an `nnx.Optimizer`."""
 
+import functools
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,3 +198,59 @@ def test_a_state_that_is_set_can_be_put_back(optimizer):
     assert amp.get_loss_scale(optimizer) == 2**16
     optimizer.opt_state = new
     assert amp.get_loss_scale(optimizer) == 3
+
+
+# `check_loss_scaling` of a step that writes into its modules.
+
+SKIPPING = amp.dynamic_loss_scale(optax.adam(0.01), amp.LossScale(init_scale=2.0**10))
+
+
+class Watched(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(2, rngs=rngs)
+        self.norm = nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x):
+        return self.batch_norm(self.linear(x))
+
+
+def train(model, optimizer, losses, x, *, kept=True, scaled=None):
+    old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    value_and_grad = amp.value_and_grad(amp.autocast(loss_fn), opt_state=optimizer, transform=nnx.value_and_grad)
+    loss, grads = value_and_grad(model, x)
+    optimizer.update(model, grads)
+    losses.update(loss=loss)
+    if scaled == "norm":
+        model.norm[...] = optax.tree.norm(grads)
+    if scaled == "parameters":
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+    if kept:
+        nnx.update(model, optax.tree.where(amp.metrics(optimizer)["last_finite"], nnx.state(model, nnx.BatchStat), old))
+    return loss
+
+
+@pytest.mark.parametrize(
+    "jit", [nnx.jit, pytest.param(lambda step: step, marks=pytest.mark.slow)], ids=["jit", "plain"]
+)
+def test_what_a_step_writes_into_modules_is_checked(jit):
+    model = Watched(nnx.Rngs(0))
+    modules = model, nnx.Optimizer(model, SKIPPING, wrt=nnx.Param), nnx.metrics.Average("loss")
+    before = arrays(modules)
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            amp.debug.check_loss_scaling(jit(functools.partial(train, **options)))(*modules, X)
+        return [str(each.message) for each in caught]
+
+    assert warned() == []
+    (moved,) = warned(kept=False)
+    assert "it changes `model.batch_norm.mean.value`, `model.batch_norm.var.value`, `optimizer.step.value`. " in moved
+    scaled, moved = warned(kept=False, scaled="norm")
+    assert scaled.startswith("`step` returns `model.norm.value`, a value multiplied by the loss scale")
+    assert "`model.norm.value` (not finite)" in moved
+    with pytest.raises(ValueError, match="the gradients are still scaled here"):
+        warned(scaled="parameters")
+    for old, new in zip(before, arrays(modules), strict=True):
+        np.testing.assert_array_equal(old, new)

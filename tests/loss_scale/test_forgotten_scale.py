@@ -242,14 +242,17 @@ def test_a_right_step_passes_however_it_is_split_and_ordered(split, examples):
     passes()
 
 
-def test_a_number_is_the_scale_where_it_was_written_to_the_state():
+@pytest.mark.parametrize("is_number", [True, False])
+def test_a_number_is_the_scale_where_it_was_written_to_the_state(is_number):
     tx = amp.dynamic_loss_scale(optax.sgd(0.1))
 
     def step(params, state):
         grads = amp.grad(loss_on, loss_scale=2.0**10)(params, X)
-        return tx.update(grads, amp.set_loss_scale(state, 2.0**10), params)
+        written = 2.0**10 if is_number else jnp.exp2(jnp.full((), 10.0))  # traced in a `jit`
+        return tx.update(grads, amp.set_loss_scale(state, written), params)
 
     jax.eval_shape(step, WEIGHTS, tx.init(WEIGHTS))
+    amp.debug.check_loss_scaling(step)(*jax.eval_shape(lambda: (WEIGHTS, tx.init(WEIGHTS))))
 
 
 @pytest.mark.parametrize("split", OPEN_SPLITS)

@@ -174,6 +174,11 @@ def test_vmapped_states_are_read_set_and_logged_with_their_axis():
     assert amp.get_loss_scale(amp.set_loss_scale(state, RULE.init())).tolist() == [RULE.init_scale] * 3
     per_seed = jax.vmap(amp.set_loss_scale)(state, jnp.float32([1, 2, 4]))
     assert amp.get_loss_scale(per_seed).tolist() == [1, 2, 4]
+    for value in (jnp.float32([1, 2, 4]), np.float16([1, 2, 4]), jnp.int32([1, 2, 4])):
+        for set_ in (amp.set_loss_scale, jax.jit(amp.set_loss_scale)):
+            assert amp.get_loss_scale(set_(state, value)).tolist() == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"`value` must be a number from 2\^-126 to 2\^126"):
+        amp.set_loss_scale(state, jnp.float32([1, 0, 4]))
 
 
 # None, or more than one

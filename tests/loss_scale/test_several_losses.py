@@ -278,6 +278,19 @@ def test_the_scale_of_another_state_raises_with_the_names_of_both(step, around):
         amp.debug.check_loss_scaling(step)(all_pairs_of_states()[0])
 
 
+def test_the_scale_of_a_state_that_went_through_a_loop_is_named():
+    def step(critic, generator):
+        def update(state, _):
+            return PAIR.update(pair_grads(MATRIX, MATRIX, opt_state=state)[0], state, MATRIX)[1], None
+
+        critic, _ = jax.lax.scan(update, critic, length=2)
+        return PAIR.update(pair_grads(MATRIX, MATRIX, opt_state=critic)[0], generator, MATRIX)
+
+    names = "`critic.loss_scale.loss_scale`, but is divided by `generator.loss_scale.loss_scale`"
+    with pytest.raises(ValueError, match=names):
+        jax.jit(step)(*all_pairs_of_states()[0])
+
+
 @pytest.mark.parametrize(
     "step",
     [
