@@ -162,8 +162,9 @@ def test_the_live_line_does_not_wait_for_the_step_that_is_running(monkeypatch):
     assert fetched == [4, 8, 10]
 
 
-def test_a_state_that_the_next_step_donates_may_be_shown():
-    rule, out = amp.LossScale(init_scale=2.0**10, growth_interval=1), console()
+def test_a_state_that_the_next_step_donates_may_be_shown(monkeypatch):
+    rule, out, shown = amp.LossScale(init_scale=2.0**10, growth_interval=1), console(), []
+    monkeypatch.setattr(jax, "device_get", lambda values: shown.append(values.get("loss_scale")) or values)
     step = jax.jit(lambda state: rule.update(state, True), donate_argnums=0)
     state = rule.init()
     with contextlib.suppress(KeyboardInterrupt), amp.watch.live(every=2, console=out) as view:
@@ -173,6 +174,7 @@ def test_a_state_that_the_next_step_donates_may_be_shown():
         assert view._values["loss_scale"] == 2**15
         step(state)
         raise KeyboardInterrupt
+    assert shown == [2**12, 2**14, None]  # of steps 2 and 4; that of step 5 is donated
     assert "5/? loss 1" in out.file.getvalue()
 
 
