@@ -361,8 +361,8 @@ def _is_geometry(terms: Sequence[Any], *others: Sequence[Any]) -> bool:
 
 
 def _integer_pow(params: Mapping[str, Any], _: Sequence[Any]) -> Rule:
-    """`x ** -1` is torch's `reciprocal`, which is float32. Squares and cubes (GELU) are not."""
-    rule = _POWER if params["y"] < 0 else _SQUARE
+    """As in torch, `reciprocal` and `pow` are float32. Squares and cubes (GELU) are not."""
+    rule = _SQUARE if 0 <= params["y"] <= 3 else _POWER
     return rule._replace(power=params["y"], fold=lambda x: x ** params["y"])
 
 

@@ -66,8 +66,10 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
     def transfer(self, info: EqnInfo, operands: Sequence[ValueFacts]) -> Sequence[ValueFacts]:
         """Returns what is known of the results of an op."""
         eqn, rule, scalars = info.eqn, info.rule, [known.scalar for known in operands]
-        if rule.fold is np.not_equal and len(info.operands) == 1:  # `x != x`, as only NaN is
+        if rule.demand == Demand.CODE and _holds_of_nonfinite(info, scalars):
             return [ValueFacts(0.0)]
+        if rule.kind is ResultKind.SELECTED and scalars[0] == 0:  # the other is for what is not finite
+            return operands[1:2]
         if rule.is_cast and not jx.is_inexact(eqn.invars[0]):  # of integers or flags
             known = operands[0]._replace(is_whole=True)
             return [known._replace(scalar=None, low=0.0) if jx.dtype_of(eqn.invars[0]) == np.bool_ else known]
@@ -78,13 +80,11 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
         # Of integers, those that may be elements of the result, and not what they are chosen by.
         dtypes = _FLOATING.union(map(jx.dtype_of, eqn.outvars))
         read = [known for known, atom in zip(operands, eqn.invars, strict=True) if jx.dtype_of(atom) in dtypes]
-        passes_on = rule.passes_on or rule.is_linear
         # The product of a logarithm and an array is another quantity, as `jnp.log(sigma) * embedding`.
         is_log = any(each.is_log for each in read) and rule.passes_on and not (rule.scales and len(info.arrays) > 1)
         is_norm = rule.scales and any(each.squares is Squares.NORM for each in read)
         # It ends with the first product that reads it, a maximum or a sum: behind these is no residual.
         is_solution = any(each.is_solution for each in read) and rule.passes_on and not (rule.bends or is_norm)
-        carry = joined([each.carry for each in read])
         is_plain = all(each.low == each.high == 1 and each.least == math.inf for each in read)
         known = ValueFacts(
             None,
@@ -96,7 +96,7 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
             is_whole=_is_whole(info, read),
             is_solution=is_solution or rule.is_decomposition,
             is_squared=(rule.moves or rule.scales) and any(known.is_squared for known in operands),
-            carry=carry if rule.moves else carry & Demand.RECURRENCE if passes_on or rule.is_polynomial else 0,
+            carry=_carry(rule, [known.carry for known in operands]),
             multiplies_slices=any(k.multiplies_slices for k in read) if rule.moves else info.multiplies_slices,
             adds_matrix=rule.passes_on and (any(k.adds_matrix for k in read) or _adds_matrix(info, operands)),
         )
@@ -106,12 +106,37 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        return ValueFacts(least=known.least, low=known.low, high=known.high, is_constant=known.is_constant)
+        sizes = {"least": known.least, "low": known.low, "high": known.high}
+        return ValueFacts(**sizes, is_constant=known.is_constant, carry=known.carry & Demand.ANY)
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
 
 _FLOATING = {np.dtype(name) for name in (jnp.float16, jnp.bfloat16, np.float32, np.float64)}
+
+
+def _holds_of_nonfinite(info: EqnInfo, scalars: Sequence[float | None]) -> bool:
+    """Whether a comparison holds of NaN alone, `x != x`, or of an infinity alone, `x == jnp.inf`."""
+    is_equality, reads_infinity = info.rule.fold is None, math.inf in [abs(x or 0) for x in scalars]
+    return len(info.operands) == 1 and is_equality == reads_infinity
+
+
+def _carry(rule: Rule, carries: Sequence[int]) -> int:
+    """Returns `ValueFacts.carry` of a result.
+
+    What is chosen by size forgets a carry. Another function of it, and what this multiplies or selects, is none of its
+    products and sums: the layers of `x + a @ x + jax.nn.swish(x @ w) @ v`.
+    """
+    if rule.moves or not any(carries):
+        return joined(carries)
+    if rule.bends:
+        return Demand.NONE
+    if not (rule.passes_on or rule.is_linear or rule.is_polynomial):
+        return Demand.ANY
+    n_gates = len(carries) if rule.multiplies else rule.kind is ResultKind.SELECTED
+    gates = [k for k, carry in enumerate(carries[:n_gates]) if carry & Demand.ANY]
+    kept = Demand.RECURRENCE | Demand.ANY
+    return joined([Demand.ANY if {*gates} - {k} else carry & kept for k, carry in enumerate(carries)])
 
 
 def _bounds(info: EqnInfo, operands: Sequence[ValueFacts], read: Sequence[ValueFacts]) -> tuple[float, float]:
@@ -202,7 +227,7 @@ def _moment(info: EqnInfo, operands: Sequence[ValueFacts]) -> Moment:
         # A norm and its scale are no arrays of the same size.
         sizes = {math.prod(jx.shape_of(atom) or ()) for atom in (*info.sources, *eqn.outvars) if atom is not None}
         return Moment.PAIR if len(sizes) == 1 else Moment.NO
-    different = set(moments) - {Moment.NO}
+    different = set(moments[:1] if rule.kind is ResultKind.QUOTIENT else moments) - {Moment.NO}
     return different.pop() if rule.passes_on and len(different) == 1 else Moment.NO
 
 
@@ -326,7 +351,7 @@ class Demands(jx.Backward[EqnInfo, ValueFacts, int]):
         each = [of | Demand.ANY if is_read or not of & ~_SAYS_LITTLE else of for of, is_read in reads]
         moments = [known.moment for known in operands] if rule.kind is ResultKind.QUOTIENT and info.arrays[1:] else []
         if moments == [Moment.NO, Moment.PRODUCT]:  # `b / (k.T @ u)`
-            each[1] |= Demand.RANGE
+            each[1] |= Demand.RANGE | Demand.LOG
         if demand & Demand.SQUARED:
             is_factor = rule.moves or rule.scales or info.is_square or info.repeats_operand
             each = [of | Demand.SQUARED * (is_factor or k.squares > 0) for of, k in zip(each, operands, strict=True)]

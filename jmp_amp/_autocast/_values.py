@@ -105,7 +105,7 @@ class ValueFacts(NamedTuple):
         is_squared: whether its squares are summed, and others added to the sum, as those of `x` in `x.x - 2 x.y`.
         carry: what is demanded of the next value of the carry that it is: `Demand.TERM` of an accumulator, moved or
             not, as `h` in `h + x`; `Demand.RECURRENCE` of a state that the loop replaces with products and sums of
-            itself, and of what is made of it: `x` in `a @ x`.
+            itself, and of what is made of it: `x` in `a @ x`; `Demand.ANY` of another function of a carry.
         multiplies_slices: whether it was made by multiplying parts of one array, as `gate[:-1] * gate[1:]` in an
             associative scan.
         adds_matrix: whether it is the sum of a constant matrix and others, as `3 * jnp.eye(n) - z @ y`.

@@ -66,3 +66,15 @@ def test_the_divisor_of_a_quotient_is_no_power_in_16_bits():
     assert dtypes(fun, *DATA, primitive="integer_pow") == []
     low = dtypes(fun, *DATA, primitive="div")
     assert low == ["float16 float16 -> float16"] * 2  # forward, and once backward for both gradients
+
+
+def test_powers_above_cubes_are_float32_as_those_of_torch():
+    def hill(power):  # at most 1, though its powers are not
+        return lambda x: (lambda p: p / (1 + p))(jnp.abs(x @ EYE) ** power) @ EYE
+
+    x = 16 * DATA[0]
+    for power, computed in {2: "float16", 3: "float16", 4: "float32", 6: "float32", -1: "float32"}.items():
+        rows = amp.explain(hill(power))(x).select(direction="forward").rows
+        assert [row.compute for row in rows if row.primitive in ("integer_pow", "square")] == [computed], power
+        if power > 3:
+            assert np.allclose(amp.autocast(hill(power))(x), hill(power)(x), atol=2e-3)

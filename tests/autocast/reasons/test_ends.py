@@ -310,3 +310,49 @@ def test_layers_that_a_loop_trains_are_no_recurrence_whatever_is_between_them(na
         return loss(lax.scan(step, ws, None, 3)[0], x)
 
     assert set(forward(trained, "float16", [W, W], X)) == {"float16"}
+
+
+ACTIVATIONS_OF_A_STATE = ACTIVATIONS | {
+    "gelu": jax.nn.gelu,
+    "swish": jax.nn.swish,
+    "elu": jax.nn.elu,
+    "softplus": jax.nn.softplus,
+    "softmax": jax.nn.softmax,
+}
+
+
+@pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ACTIVATIONS_OF_A_STATE)
+def test_a_network_beside_a_recurrence_is_none(name, low):
+    act, shift = ACTIVATIONS_OF_A_STATE[name], jnp.eye(6, k=1)
+
+    def simulated(x, ws, change):
+        return lax.scan(lambda u, _: (u + 0.1 * (shift @ u) + change(u, ws), None), x, None, 3)[0]
+
+    ways = lambda u, ws: act(act(u @ ws[0]) @ ws[1]) @ ws[2], lambda u, ws: u * act(u @ ws[0])
+    for change in ways:
+        got = forward(lambda x, ws, change=change: simulated(x, ws, change), low, X, [W] * 3)
+        assert got == ["float32"] + [low] * (len(got) - 1)
+    for change in (lambda u, ws: u @ ws[0], lambda u, ws: 0.1 * u * (1 - u @ ws[0]), lambda u, ws: (u @ ws[0]) ** 3):
+        got = forward(lambda x, ws, change=change: simulated(x, ws, change), low, X, [W] * 3)
+        assert got == ["float32"] * 2
+
+
+# What is written in place of values, and whether finite ones may become it.
+REPLACED = {
+    "nan_to_num": (jnp.nan_to_num, False),
+    "isinf": (lambda x: jnp.where(jnp.isinf(x), 1e9, x), False),
+    "isnan": (lambda x: jnp.where(jnp.isnan(x), 1e9, x), False),
+    "-inf": (lambda x: jnp.where(x == -jnp.inf, -1e9, x), False),
+    "a number": (lambda x: jnp.where(x == 3, 1e9, x), True),
+    "all but inf": (lambda x: jnp.where(x != jnp.inf, 1e9, x), True),
+    "what is large": (lambda x: jnp.where(x > 3, 1e9, x), True),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_stands_for_values_that_are_not_finite_is_no_size(name):
+    replace, matters = REPLACED[name]
+    for around in (lambda fun: fun, jax.checkpoint):
+        got = forward(lambda x, ws, around=around: network(around(replace)(x), ws, jax.nn.relu), "float16", X, [W] * 3)
+        assert set(got) == {"float32" if matters else "float16"}

@@ -259,6 +259,27 @@ def test_a_divisor_of_an_activation_is_low(activate):
     assert products(lambda x, w: activate(x @ w) @ w, "float16", X, W) == ["low", "low"]
 
 
+# Quotients by products, and whether small values of these matter.
+DIVISORS = {
+    "a product": (lambda z: OTHER / z, True),
+    "a sum of squares": (lambda z: OTHER / (z**2 + 1e-6), False),
+    "a number less a product": (lambda z: OTHER / (1 - z), True),
+    "beside 1": (lambda z: OTHER / (1 + jnp.abs(z)), False),
+    "at least 1": (lambda z: OTHER / jnp.maximum(z, 1), False),
+    "a scale of a row": (
+        lambda z: (lambda s: jnp.round(z * s) / s)(127 / jnp.max(jnp.abs(z), -1, keepdims=True)),
+        False,
+    ),
+    "a large multiple beside 1": (lambda z: OTHER / (1 + 1e6 * z), True),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_divisor_is_read_for_small_values_where_these_matter(name):
+    divided, matters = DIVISORS[name]
+    assert products(lambda x, w: divided(x @ w), "float16", X, W) == ["logarithm" if matters else "low"]
+
+
 # What reads a layer whose bias is large, as (rows, columns).
 RESULTS = {
     "returned": lambda q: q,
