@@ -124,14 +124,15 @@ def _holds_of_nonfinite(info: EqnInfo, scalars: Sequence[float | None]) -> bool:
 def _carry(rule: Rule, carries: Sequence[int]) -> int:
     """Returns `ValueFacts.carry` of a result.
 
-    What is chosen by size forgets a carry. Another function of it, and what this multiplies or selects, is none of its
-    products and sums: the layers of `x + a @ x + jax.nn.swish(x @ w) @ v`.
+    What is chosen by size forgets a carry. Another function of it than sums, products, quotients and solutions, and
+    what this function multiplies or selects, is no recurrence: the layers of `x + a @ x + jax.nn.swish(x @ w) @ v`.
     """
     if rule.moves or not any(carries):
         return joined(carries)
     if rule.bends:
         return Demand.NONE
-    if not (rule.passes_on or rule.is_linear or rule.is_polynomial):
+    is_rational = rule.passes_on or rule.is_linear or rule.is_decomposition or (rule.power or 0.5) % 1 == 0
+    if not is_rational:
         return Demand.ANY
     n_gates = len(carries) if rule.multiplies else rule.kind is ResultKind.SELECTED
     gates = [k for k, carry in enumerate(carries[:n_gates]) if carry & Demand.ANY]
