@@ -229,6 +229,10 @@ FAULTS = {
         {"change": lambda grads, _: jax.tree.map(lambda g: g * jnp.log1p(jnp.abs(g)), grads)},
         r"applies `log1p` to a value multiplied by the loss scale: " + STILL,
     ),
+    "squared, so that optax adds them to unscaled ones": (
+        {"change": lambda grads, _: jax.tree.map(jnp.square, grads)},
+        r"consistently:\n- at \S*test_check_loss_scaling.py:\d+ \(train_step\), the program adds .*" + STILL,
+    ),
     "unscaled by hand as well": (
         {"change": lambda grads, _: jax.tree.map(lambda g: g / 1024, grads), "scale": 1024.0},
         FORGOTTEN,
