@@ -178,8 +178,9 @@ class UnitAnalysis:
         if rule.is_decomposition and units[0].is_scaled:
             return Unit(is_data_free=False)  # the factors of a decomposition have different units
         scaled = [unit for unit in units if any(unit.powers or ())]
-        if scaled and rule.op_class is OpClass.ORIGINAL:
-            return scaled[0]  # a solver or a kernel, which may be linear in this operand
+        if rule.op_class is OpClass.ORIGINAL:  # a solver or a kernel, which may be linear in this operand
+            unknown = [unit for unit in units if unit.powers is None and not unit.is_data_free]
+            return [*unknown, *scaled, unscaled][0]
         if scaled and not is_data_free:
             return unscaled._replace(origins=self.add_error(predicate, scaled[0]))
         return unscaled
@@ -187,8 +188,8 @@ class UnitAnalysis:
     def _unify(self, units: Sequence[Unit], predicate: str) -> Unit:
         """Returns the common unit of several values; it is marked if they are incompatible."""
         origins, is_data_free = _join(units), all(unit.is_data_free for unit in units)
-        known = [unit for unit in units if unit.powers is not None]
-        known = [unit for unit in known if not unit.is_small] or known
+        large = [unit for unit in units if not unit.is_small and (unit.powers is not None or not unit.is_data_free)]
+        known = [unit for unit in large or units if unit.powers is not None]
         if not known:
             return Unit(is_data_free=is_data_free, origins=origins)
         if len({unit.powers for unit in known}) > 1 and not is_data_free:

@@ -56,6 +56,12 @@ def norm_of(grads):
     return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 
 
+def whitened(g):
+    square = g @ g.T
+    factor = jnp.linalg.cholesky(square + 0.1 * jnp.trace(square) * jnp.eye(len(g)))
+    return jax.scipy.linalg.solve_triangular(factor, g, lower=True)
+
+
 def in_shards(fun):
     return each(jax.shard_map(fun, mesh=MESH, in_specs=SPEC("data"), out_specs=SPEC("data")))
 
@@ -151,6 +157,13 @@ RIGHT = {
     "of low rank": lambda grads, state, other: (
         grads | {"w": (lambda u, s, v: (u[:, :2] * s[:2]) @ v[:2])(*jnp.linalg.svd(grads["w"], full_matrices=False))}
     ),
+    "by the spectral norm, no division by 0": lambda grads, state, other: (
+        grads | {"w": grads["w"] * norm_of(grads) / (jnp.linalg.norm(grads["w"], ord=2) + 1e-8)}
+    ),
+    "by the nuclear norm, no division by 0": lambda grads, state, other: (
+        grads | {"w": grads["w"] * norm_of(grads) / jnp.maximum(jnp.linalg.norm(grads["w"], ord="nuc"), 1e-8)}
+    ),
+    "whitened": lambda grads, state, other: grads | {"w": norm_of(grads) * whitened(grads["w"])},
     "the largest alone": each(lambda g: jnp.where(jnp.abs(g) >= jnp.max(jnp.abs(g)), g, 0)),
     "the rate of a layer": lambda grads, state, other: jax.tree.map(lambda g, x: g * jnp.mean(x), grads, other),
     "a limit of an argument": lambda grads, state, other: jax.tree.map(
