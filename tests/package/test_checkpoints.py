@@ -1,5 +1,6 @@
 """Every state of the package goes through the libraries that save pytrees, and comes back bit for bit."""
 
+import gc
 import json
 import struct
 
@@ -98,6 +99,25 @@ def test_a_checkpoint_of_masters_is_none_of_remainders_nor_the_reverse(saved, li
     if saved == "remainders":
         with pytest.raises(ValueError, match=r"remainders of bfloat16 .* uint16, got float32; .*`with_float32`"):
             jax.jit(tx.update)(PARAMS, cast, PARAMS)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the other reads of Orbax
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("saved", ["float8", "bfloat16"])
+def test_a_checkpoint_of_codes_is_none_of_bfloat16_nor_the_reverse(saved, library, tmp_path):
+    params = {"w": jnp.full((64, 128), 0.3)}
+    inner = optax.sgd(0.1, momentum=0.9)
+    forms = {dtype: amp.low_precision_state(inner, dtype) for dtype in ("float8", "bfloat16")}
+    tx = forms.pop(saved)
+    _, state = tx.update(params, tx.init(params), params)
+    (other,) = forms.values()
+    if library is orbax:
+        with pytest.raises(ValueError, match="is not compatible with the stored shape"):
+            orbax(state, other.init(params), tmp_path)
+        gc.collect()
+    else:  # which restore the form that was saved
+        restored = library(state, other.init(params), tmp_path)
+        jax.tree.map(np.testing.assert_array_equal, restored.with_float32(), state.with_float32())
 
 
 def test_an_old_checkpoint_of_remainders_is_found_before_the_first_step(tmp_path):
