@@ -343,9 +343,10 @@ class _StepAnalysis(UnitAnalysis):
         return units
 
     def infer_branches(self, jaxprs: Sequence[Any], inputs: list[Unit], index: Unit) -> list[Unit]:
-        """Notes whether a check for overflows selects the branch."""
+        """Notes whether a check for overflows selects the branch, unless each branch updates the scale."""
         before = self._is_guarded
-        self._is_guarded |= bool(index.finds_nonfinite)
+        marks = [{m for *_, e in jx.equations_in(x) for m in jx.marks_in(e.source_info.name_stack)} for x in jaxprs]
+        self._is_guarded |= bool(index.finds_nonfinite) and not all(ls.NEXT_SCALE in each for each in marks)
         units = super().infer_branches(jaxprs, inputs, index)
         self._is_guarded = before
         return units

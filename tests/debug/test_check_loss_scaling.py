@@ -593,6 +593,25 @@ def test_a_step_that_keeps_other_state_passes(name):
     assert amp.get_loss_scale(jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
 
 
+def test_a_branch_that_skips_the_update_backs_off_itself():
+    def step(params, state, x, back_off):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+
+        def update():
+            updates, new = TX.update(grads, state, params)
+            return optax.apply_updates(params, updates), new
+
+        return lax.cond(amp.all_finite(grads), update, lambda: (params, back_off(state)))
+
+    def backs_off(params, state, x):
+        return step(params, state, x, lambda s: s._replace(loss_scale=LossScale().update(s.loss_scale, False)))
+
+    assert warned(backs_off, PARAMS, STATE, X) == []
+    assert amp.get_loss_scale(jax.jit(backs_off)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
+    with pytest.raises(ValueError, match="checks gradients for overflows only where another check"):
+        check(functools.partial(step, back_off=lambda s: s))(PARAMS, STATE, X)
+
+
 def test_a_step_that_updates_now_and_then_passes():
     def update(params, state):
         return train_step(TX, params, state, X)[:2]
