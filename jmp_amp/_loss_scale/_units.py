@@ -15,6 +15,10 @@ from jmp_amp._ops import OpClass, ResultKind, Rule, rule_of
 # What a value was computed from: messages of errors, and marks, as these two and `UNSCALE`.
 Origins = frozenset[str]
 NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"
+ITS_OWN_SCALE = (
+    "divide gradients by the scale that multiplied their loss: `update` returns the next one, so read the scale before "
+    "it, and hand it to every optimizer, `tx.update(..., loss_scale=scale)`"
+)
 
 
 class Unit(NamedTuple):
@@ -77,7 +81,10 @@ class UnitAnalysis:
         self.path: list[Any] = []
 
     def error(self, predicate: str, scaled: Unit) -> str:
-        """Returns the message for an equation that does what `predicate` says, and has a scaled operand."""
+        """Returns the message for an equation that does what `predicate` says, and has a scaled operand.
+
+        The powers of `scaled` are None if each operand is multiplied by another scale.
+        """
         return predicate
 
     def hides(self, flag: Unit) -> Origins:
@@ -201,7 +208,10 @@ class UnitAnalysis:
 
     def add_error(self, predicate: str, *units: Unit) -> Origins:
         """Adds the error of an equation that does what `predicate` says to values of these units, and returns it."""
-        error = self.error(predicate.format(" and ".join(map(describe_unit, units))), units[0])
+        said, scaled = [*map(describe_unit, units)], units[0]
+        if said[1:] == said[:1]:
+            said[1], scaled = said[1].replace("the loss scale", "another loss scale"), Unit()
+        error = self.error(predicate.format(" and ".join(said)), scaled)
         self.errors[error] = None
         return frozenset({error})
 

@@ -43,10 +43,6 @@ _SAME_KEY = (
     "the loss, or split the key and name it in `batch_argnums`"
 )
 _IS_LOGGED = "divide it by the scale, or log `amp.metrics(opt_state)['grad_norm']`"
-_OTHER_SCALE = (
-    "divide gradients by the scale that multiplied their loss: `update` returns the next one, so read the scale before "
-    "it, and hand it to every optimizer, `tx.update(..., loss_scale=scale)`"
-)
 _IS_ADAPTIVE = (
     "solves for cotangents as exactly as a tolerance says. They are multiplied by the loss scale, so an absolute "
     "tolerance takes more evaluations (of `odeint`, 2.9 times as many at 2^16, 4.5 times at 2^24): use bfloat16 with "
@@ -286,7 +282,7 @@ class _StepAnalysis(UnitAnalysis):
         """Adds an error for a result that is scaled and unscaled by different scales, and warns of scaled scalars."""
         said = f"`step` returns `{name}`, {describe_unit(unit)}"
         if unit.is_scaled and sum(unit.powers or ()) == 0:
-            self.errors[f"{said}: {_OTHER_SCALE}"] = None
+            self.errors[f"{said}: {ls.ITS_OWN_SCALE}"] = None
         elif unit.is_scaled and is_scalar:
             self.warnings[f"{said}: {_IS_LOGGED}"] = None
 
@@ -299,7 +295,7 @@ class _StepAnalysis(UnitAnalysis):
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line and the cure."""
         power = sum(scaled.powers or ())
-        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED if power else _OTHER_SCALE
+        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED if power else ls.ITS_OWN_SCALE
         return f"{jx.site_of(self.path).where}, the program {predicate}: {cure}"
 
     def hides(self, flag: Unit) -> frozenset[str]:

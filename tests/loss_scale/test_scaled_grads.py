@@ -20,6 +20,7 @@ X = jnp.linspace(-1, 2, 32).reshape(4, 8)
 OTHER = jax.tree.map(lambda p: 0.5 * p, PARAMS)
 MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 SPEC = jax.sharding.PartitionSpec
+DIVIDES = r"; `update` divides gradients by the loss scale: leave that to it, or multiply by the scale again at the end"
 BETWEEN = r"; between `amp.value_and_grad` and `update`, gradients are multiplied by the loss scale: move it "
 
 
@@ -95,6 +96,7 @@ MISTAKES = {
     "scale_by_adam": by_optax(optax.scale_by_adam()),
     "unscaled by hand": with_scale(lambda g, scale: g / scale),
     "unscaled by a factor": with_scale(lambda g, scale: g * (1 / scale)),
+    "unscaled by hand and clipped": with_scale(lambda g, scale: jnp.clip(g / scale, -1, 1)),
     "scaled again": with_scale(lambda g, scale: g * scale),
     "bounded": each(jnp.tanh),
     "squared": each(lambda g: g * g),
@@ -212,7 +214,8 @@ BY = {"wrapper": with_wrapper, "link": with_link, "rule": by_rule}
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_line(name, by):
     step, args = BY[by](MISTAKES[name])
-    with pytest.raises(ValueError, match=r"test_scaled_grads.py:\d+ \(.*, the (step|gradient) .*" + BETWEEN):
+    cure = DIVIDES if name.startswith("unscaled by") else BETWEEN
+    with pytest.raises(ValueError, match=r"test_scaled_grads.py:\d+ \(.*, the (step|gradient) .*" + cure):
         jax.eval_shape(step, *args)
 
 
@@ -371,6 +374,19 @@ def test_gradients_of_two_scales_are_not_refused():
         return unscaled, updates
 
     jax.eval_shape(step, PARAMS, [rule.init() for rule in rules], LINK.init(PARAMS), X)
+
+
+def test_a_sum_of_gradients_of_two_scales_is_named_as_that():
+    def step(params, states, x):
+        both = [amp.grad(loss_fn, opt_state=state)(params, x) for state in states]
+        return TX.update(jax.tree.map(jnp.add, *both), states[0], params)
+
+    for trace in (jax.eval_shape, lambda step, *args: amp.debug.check_loss_scaling(step)(*args)):
+        with pytest.raises(
+            ValueError,
+            match=r"multiplied by the loss scale and a value multiplied by another loss scale; divide gradients by the",
+        ):
+            trace(step, PARAMS, [TX.init(PARAMS), TX.init(PARAMS)], X)
 
 
 def test_gradients_that_are_not_of_value_and_grad_are_not_followed():
