@@ -70,6 +70,7 @@ class UnitAnalysis:
         unscaled: the unit of an unscaled value.
         scales: the unit of each loss scale.
         errors: the errors, in the order of the equations.
+        decides: the origins of what ends a loop, which those of its results do not show.
         path: the equation that is read, after those that contain it.
     """
 
@@ -77,7 +78,7 @@ class UnitAnalysis:
         """Takes the number of loss scales."""
         self.unscaled = Unit((Fraction(0),) * n_scales, is_data_free=False)
         self.scales = [Unit(tuple(Fraction(i == k) for i in range(n_scales))) for k in range(n_scales)]
-        self.errors = dict[str, None]()
+        self.errors, self.decides = dict[str, None](), frozenset[str]()
         self.path: list[Any] = []
 
     def error(self, predicate: str, scaled: Unit) -> str:
@@ -226,7 +227,7 @@ class UnitAnalysis:
                 break
             carry, self.errors = new, errors_before
         if loop.cond is not None:
-            self.infer(loop.cond, [*operands[loop.cond_consts], *carry])
+            self.decides |= _join(self.infer(loop.cond, [*operands[loop.cond_consts], *carry]))
         pairs = zip(carry, outs[: loop.n_carry], strict=True)
         return [*[self._unify(units, "carries {} through a loop") for units in pairs], *outs[loop.n_carry :]]
 

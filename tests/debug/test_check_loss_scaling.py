@@ -294,7 +294,9 @@ def test_a_chain_that_unscales_twice_in_eager_code_is_found_as_well(tx, doubled)
         return optax.apply_updates(params, tx.update(true, tx.init(params), params, loss_scale=scale)[0])
 
     if doubled:
-        with pytest.raises(ValueError, match=r"becomes an unscaled value.* move it behind `unscale_and_check\(\)`"):
+        with pytest.raises(
+            ValueError, match="becomes an unscaled value; `update` divides gradients by the loss scale: leave"
+        ):
             check(step)(PARAMS, LossScale().init())
     else:
         check(step)(PARAMS, LossScale().init())
@@ -529,6 +531,42 @@ def test_the_next_value_of_an_argument_is_found_at_another_place():
     assert moved(last, STATE, X, {"mean": jnp.zeros(4)}, PARAMS) == "`run['mean']`"
     assert moved(in_place, PARAMS, STATE, jnp.zeros(4), X) == "`mean`"
     assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
+
+
+LOGS = {
+    "saturation": lambda g: jnp.mean(jnp.abs(g) > 60000.0),
+    "a histogram": lambda g: jnp.histogram(g, 3)[0],
+    "an entropy": lambda g: jnp.sum(jnp.log1p(jnp.abs(g))),
+}
+# What reads such a value as well: parameters, the end of a loop, and the next scale.
+READERS = {
+    "parameters": lambda p, state, log: (jax.tree.map(lambda w: jnp.sum(log) * w, p), state),
+    "a loop": lambda p, state, log: (
+        lax.while_loop(lambda c: c[1] < jnp.sum(log), lambda c: (c[0], c[1] + 1), (p, 0.0))[0],
+        state,
+    ),
+    "the scale": lambda p, state, log: (
+        p,
+        state._replace(loss_scale=LossScale().update(state.loss_scale, jnp.sum(log) < 9)),
+    ),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", LOGS)
+def test_what_is_only_logged_is_no_error(name):
+    def step(params, state, x, reads=lambda params, state, log: (params, state)):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        updates, new = TX.update(grads, state, params)
+        log = LOGS[name](grads["w"])
+        return *reads(optax.apply_updates(params, updates), new, log), log
+
+    messages = warned(step, PARAMS, STATE, X)
+    assert messages
+    assert all(message.endswith(". Only what `step` logs depends on it") for message in messages)
+    for reads in READERS.values():
+        with pytest.raises(ValueError, match=r"a value multiplied by the loss scale.*: the gradients are still scaled"):
+            check(functools.partial(step, reads=reads))(PARAMS, STATE, X)
 
 
 def updated(params, state, x, selects):
