@@ -1,6 +1,5 @@
 """Every state of the package goes through the libraries that save pytrees, and comes back bit for bit."""
 
-import gc
 import json
 import struct
 
@@ -101,8 +100,7 @@ def test_a_checkpoint_of_masters_is_none_of_remainders_nor_the_reverse(saved, li
             jax.jit(tx.update)(PARAMS, cast, PARAMS)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the other reads of Orbax
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", [flax, safetensors])
 @pytest.mark.parametrize("saved", ["float8", "bfloat16"])
 def test_a_checkpoint_of_codes_is_none_of_bfloat16_nor_the_reverse(saved, library, tmp_path):
     params = {"w": jnp.full((64, 128), 0.3)}
@@ -111,13 +109,12 @@ def test_a_checkpoint_of_codes_is_none_of_bfloat16_nor_the_reverse(saved, librar
     tx = forms.pop(saved)
     _, state = tx.update(params, tx.init(params), params)
     (other,) = forms.values()
-    if library is orbax:
-        with pytest.raises(ValueError, match="is not compatible with the stored shape"):
-            orbax(state, other.init(params), tmp_path)
-        gc.collect()
-    else:  # which restore the form that was saved
-        restored = library(state, other.init(params), tmp_path)
-        jax.tree.map(np.testing.assert_array_equal, restored.with_float32(), state.with_float32())
+    like = other.init(params)
+    # Orbax refuses a leaf of another shape, with reads that it never awaits. It leaves out one that should be None.
+    (saved_formats,), (other_formats,) = state.formats.values(), like.formats.values()
+    assert saved_formats.shape != other_formats.shape
+    restored = library(state, like, tmp_path)  # in the form that was saved
+    jax.tree.map(np.testing.assert_array_equal, restored.with_float32(), state.with_float32())
 
 
 def test_an_old_checkpoint_of_remainders_is_found_before_the_first_step(tmp_path):
