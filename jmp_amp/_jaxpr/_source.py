@@ -144,8 +144,8 @@ def lines_of(eqns: Sequence[JaxprEqn]) -> tuple[str, str]:
         `file.py:12 (function)`, the innermost line outside of libraries; the innermost line of all if every line
         belongs to a library, and empty if there is no line. And the innermost line of all, if it is another one.
     """
-    # The equations inside JAX's own jitted functions, such as `jnp.where`, have no line of the user's code.
-    frames = next(filter(None, (frames_of(eqn, limit=10_000) for eqn in reversed(eqns))), [])
+    # Inside a jitted function of JAX, as `jnp.where`, or of this package, no line is the user's: those around it are.
+    frames = [frame for eqn in reversed(eqns) for frame in frames_of(eqn, limit=10_000)]
     innermost = next(map(str, frames), "")
     source = next((str(x) for x in frames if not (x.is_of_library or x.file.startswith(_KERNELS))), innermost)
     return source, innermost if innermost != source else ""

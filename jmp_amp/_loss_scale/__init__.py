@@ -12,4 +12,4 @@ from jmp_amp._loss_scale._transformations import (
     dynamic_loss_scale,
     unscale_and_check,
 )
-from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
+from jmp_amp._loss_scale._units import ITS_OWN_SCALE, Origins, Unit, UnitAnalysis, describe_unit

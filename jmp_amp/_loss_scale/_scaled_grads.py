@@ -11,12 +11,13 @@ from jax.extend.core import Literal, Var
 
 from jmp_amp import _jaxpr as jx
 from jmp_amp._loss_scale._gradients import CHECK, UNSCALE, at, is_overwritten
-from jmp_amp._loss_scale._units import Origins, Unit, UnitAnalysis, describe_unit
+from jmp_amp._loss_scale._units import ITS_OWN_SCALE, Origins, Unit, UnitAnalysis, describe_unit
 
 # The names of a new scale, of one that `set_loss_scale` puts into a state, and of the loss and the gradients that
 # `value_and_grad` returns. They change no program.
 SCALE, SET_SCALE, _LOSS, _SCALED = "amp.loss_scale", "amp.set_loss_scale", "amp.loss", "amp.scaled_grads"
 _UNKNOWN = Unit(is_data_free=False)
+_DIVIDES = "`update` divides gradients by the loss scale: leave that to it, or multiply by the scale again at the end"
 _read_from = jx.Cache()  # of a traced scale, what is in the states that it was read from
 _scale_of = jx.Cache()  # of traced gradients, the scale of their loss
 
@@ -98,7 +99,7 @@ class _BeforeUpdate(UnitAnalysis):
         unscaled = [*_tracers(params), *(x for ref in references if (x := ref()) is not None)]
         arguments = [x for x in unscaled if jx.versions.parent_of(jx.versions.source_of(x)) is None]
         self._known = {id(jx.versions.variable_of(x)): self.unscaled for x in arguments} | {
-            id(jx.versions.variable_of(scale)): self.scales[0]
+            id(jx.versions.variable_of(scale)): self.scales[0]._replace(origins=frozenset({SCALE}))
         }
 
     def find_error(self, leaves: Sequence[tuple[Any, Any]]) -> str | None:
@@ -120,7 +121,8 @@ class _BeforeUpdate(UnitAnalysis):
                     return _of_another_scale(path, *names)
                 eqn = jx.versions.parent_of(jx.versions.source_of(x))
                 where = f"{_where([eqn])}, " if eqn is not None else ""
-                return f"{where}the gradient {at(path)} becomes {describe_unit(unit)}; {self._cure}"
+                cure = self._cure if any(unit.powers) or SCALE not in unit.origins else _DIVIDES
+                return f"{where}the gradient {at(path)} becomes {describe_unit(unit)}; {cure}"
         return None
 
     def _find_other(self, behind: Sequence[Any]) -> tuple[str, str] | None:
@@ -143,7 +145,7 @@ class _BeforeUpdate(UnitAnalysis):
 
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line."""
-        return f"{_where(self.path)}, the step {predicate}; {self._cure}"
+        return f"{_where(self.path)}, the step {predicate}; {ITS_OWN_SCALE if scaled.powers is None else self._cure}"
 
     def hides(self, flag: Unit) -> Origins:
         """Returns an error: the loss scale must see overflows."""

@@ -15,6 +15,10 @@ from jmp_amp._ops import OpClass, ResultKind, Rule, rule_of
 # What a value was computed from: messages of errors, and marks, as these two and `UNSCALE`.
 Origins = frozenset[str]
 NONFINITE, BITS = "constants that are all inf or NaN", "the bits of scaled values"
+ITS_OWN_SCALE = (
+    "divide gradients by the scale that multiplied their loss: `update` returns the next one, so read the scale before "
+    "it, and hand it to every optimizer, `tx.update(..., loss_scale=scale)`"
+)
 
 
 class Unit(NamedTuple):
@@ -66,6 +70,7 @@ class UnitAnalysis:
         unscaled: the unit of an unscaled value.
         scales: the unit of each loss scale.
         errors: the errors, in the order of the equations.
+        decides: the origins of what ends a loop, which those of its results do not show.
         path: the equation that is read, after those that contain it.
     """
 
@@ -73,11 +78,14 @@ class UnitAnalysis:
         """Takes the number of loss scales."""
         self.unscaled = Unit((Fraction(0),) * n_scales, is_data_free=False)
         self.scales = [Unit(tuple(Fraction(i == k) for i in range(n_scales))) for k in range(n_scales)]
-        self.errors = dict[str, None]()
+        self.errors, self.decides = dict[str, None](), frozenset[str]()
         self.path: list[Any] = []
 
     def error(self, predicate: str, scaled: Unit) -> str:
-        """Returns the message for an equation that does what `predicate` says, and has a scaled operand."""
+        """Returns the message for an equation that does what `predicate` says, and has a scaled operand.
+
+        The powers of `scaled` are None if each operand is multiplied by another scale.
+        """
         return predicate
 
     def hides(self, flag: Unit) -> Origins:
@@ -178,8 +186,9 @@ class UnitAnalysis:
         if rule.is_decomposition and units[0].is_scaled:
             return Unit(is_data_free=False)  # the factors of a decomposition have different units
         scaled = [unit for unit in units if any(unit.powers or ())]
-        if scaled and rule.op_class is OpClass.ORIGINAL:
-            return scaled[0]  # a solver or a kernel, which may be linear in this operand
+        if rule.op_class is OpClass.ORIGINAL:  # a solver or a kernel, which may be linear in this operand
+            unknown = [unit for unit in units if unit.powers is None and not unit.is_data_free]
+            return [*unknown, *scaled, unscaled][0]
         if scaled and not is_data_free:
             return unscaled._replace(origins=self.add_error(predicate, scaled[0]))
         return unscaled
@@ -187,8 +196,8 @@ class UnitAnalysis:
     def _unify(self, units: Sequence[Unit], predicate: str) -> Unit:
         """Returns the common unit of several values; it is marked if they are incompatible."""
         origins, is_data_free = _join(units), all(unit.is_data_free for unit in units)
-        known = [unit for unit in units if unit.powers is not None]
-        known = [unit for unit in known if not unit.is_small] or known
+        large = [unit for unit in units if not unit.is_small and (unit.powers is not None or not unit.is_data_free)]
+        known = [unit for unit in large or units if unit.powers is not None]
         if not known:
             return Unit(is_data_free=is_data_free, origins=origins)
         if len({unit.powers for unit in known}) > 1 and not is_data_free:
@@ -200,7 +209,10 @@ class UnitAnalysis:
 
     def add_error(self, predicate: str, *units: Unit) -> Origins:
         """Adds the error of an equation that does what `predicate` says to values of these units, and returns it."""
-        error = self.error(predicate.format(" and ".join(map(describe_unit, units))), units[0])
+        said, scaled = [*map(describe_unit, units)], units[0]
+        if said[1:] == said[:1]:
+            said[1], scaled = said[1].replace("the loss scale", "another loss scale"), Unit()
+        error = self.error(predicate.format(" and ".join(said)), scaled)
         self.errors[error] = None
         return frozenset({error})
 
@@ -215,7 +227,7 @@ class UnitAnalysis:
                 break
             carry, self.errors = new, errors_before
         if loop.cond is not None:
-            self.infer(loop.cond, [*operands[loop.cond_consts], *carry])
+            self.decides |= _join(self.infer(loop.cond, [*operands[loop.cond_consts], *carry]))
         pairs = zip(carry, outs[: loop.n_carry], strict=True)
         return [*[self._unify(units, "carries {} through a loop") for units in pairs], *outs[loop.n_carry :]]
 

@@ -111,9 +111,9 @@ def _value(count: jax.Array, form: _Format) -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)  # one program outside of `jit`, where each op would be one
-def decode(codes: jax.Array, formats: jax.Array | None) -> jax.Array:
-    """Returns float32, of the shape of the codes; from bfloat16 without formats, which may be those of `pair`, too."""
-    if formats is None:
+def decode(codes: jax.Array, formats: jax.Array) -> jax.Array:
+    """Returns float32, of the shape of the codes. The formats may be those of `pair`, too; of bfloat16, a scalar."""
+    if formats.ndim < codes.ndim:
         return codes.astype(jnp.float32)
     formats = formats.astype(jnp.uint16)
     # XLA fuses this with the step if it is cheap, so some fields are computed for each block, not for each value.
@@ -124,8 +124,8 @@ def decode(codes: jax.Array, formats: jax.Array | None) -> jax.Array:
     return _float(_bits(_value(count, form)) | code - count)
 
 
-def encode(x: jax.Array, formats: jax.Array | None, noise: Any, nearest: bool = False) -> jax.Array:
-    """Rounds to 8 bits; to bfloat16 without formats.
+def encode(x: jax.Array, formats: jax.Array, noise: Any, nearest: bool = False) -> jax.Array:
+    """Rounds to 8 bits; to bfloat16 if a scalar is in the place of the formats.
 
     Args:
         x: float32.
@@ -133,7 +133,7 @@ def encode(x: jax.Array, formats: jax.Array | None, noise: Any, nearest: bool = 
         noise: uint32, random bits for each value, or half of their range, which rounds to nearest.
         nearest: whether to round to nearest where codes have a sign. Second moments would stand still.
     """
-    if formats is None:
+    if formats.ndim < x.ndim:
         return lax.bitcast_convert_type((_bits(x) + (noise >> 16) >> 16).astype(jnp.uint16), jnp.bfloat16)
     form = _parse(_spread(formats, x.shape))
     if nearest:
@@ -282,15 +282,15 @@ def pair(formats: jax.Array, following: jax.Array) -> jax.Array:
     return formats.astype(jnp.uint32) | following.astype(jnp.uint32) << 16
 
 
-def convert(x: jax.Array, pairs: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns codes, and both formats of each block; bfloat16 without formats."""
-    if pairs is None:
-        return x.astype(jnp.bfloat16), None
+def convert(x: jax.Array, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns codes, and both formats of each block; bfloat16, and the scalar that is in the place of formats."""
+    if pairs.ndim < x.ndim:
+        return x.astype(jnp.bfloat16), pairs
     codes, *formats = store(x, pairs)
     return codes, pair(*formats)
 
 
-def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[jax.Array, jax.Array | None]:
+def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[jax.Array, jax.Array]:
     """Returns codes, and both formats of each block, for a state that starts.
 
     Args:
@@ -300,11 +300,11 @@ def start(x: jax.Array, block: int, constant: Any, is_positive: bool) -> tuple[j
         is_positive: whether the values will be 0 or more.
     """
     if not block:
-        return convert(x, None)
+        return convert(x, jnp.zeros((), jnp.uint16))  # with None, Orbax would restore codes without their formats
     code, first = 0, (_FIRST_UNSIGNED if is_positive else _FIRST_SIGNED) * (1 | 1 << 16)
     if constant:
         with jax.ensure_compile_time_eval():
             stored = convert(jnp.full((1, block), constant, jnp.float32), jnp.full((1, 1), first, jnp.uint32))
-            code, first = (int(x[0, 0]) for x in stored if x is not None)
+            code, first = (int(x[0, 0]) for x in stored)
     pairs = jnp.full_like(x.reshape(*x.shape[:-1], -1, block)[..., 0], first, jnp.uint32)
     return convert(x, pairs) if constant is None else (jnp.full_like(x, code, jnp.uint8), pairs)

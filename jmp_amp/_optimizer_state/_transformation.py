@@ -29,7 +29,7 @@ class LowPrecisionState(NamedTuple):
         step: int32[], the number of steps so far, which determines the random bits of the next step.
         formats: uint32, for each leaf that is held in low precision, by its place in `jax.tree.leaves(inner_state)`:
             the format of each block in the lower 16 bits, and that of the next step in the upper ones, of the shape of
-            the leaf with the last axis divided by the block. None with `dtype="bfloat16"`.
+            the leaf with the last axis divided by the block. With `dtype="bfloat16"`, uint16[], 0.
         inner_state: the state of the wrapped transformation. Leaves in low precision are uint8, in the format of their
             block, or bfloat16.
 
@@ -45,7 +45,7 @@ class LowPrecisionState(NamedTuple):
     """
 
     step: jax.Array
-    formats: dict[str, jax.Array | None]
+    formats: dict[str, jax.Array]
     inner_state: optax.OptState
 
     def with_float32(self) -> optax.OptState:
@@ -167,7 +167,7 @@ def low_precision_state(
         with contextlib.suppress(Exception):  # it needs more arguments, or no gradients of these dtypes
             moments = moments_of(inner.update, params, state, params, {})
 
-        leaves, formats = jax.tree.leaves(state), dict[str, jax.Array | None]()
+        leaves, formats = jax.tree.leaves(state), dict[str, jax.Array]()
         for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
             if jnp.shape(x) not in shapes or x.dtype != jnp.float32 or x.size < _LEAST_SIZE:
                 continue
@@ -209,7 +209,7 @@ def _check(state: LowPrecisionState, moments: Moments) -> None:
         )
 
 
-def _by_parameter(state: Any, formats: Mapping[str, jax.Array | None], updates: Any) -> list[list[str]]:
+def _by_parameter(state: Any, formats: Mapping[str, jax.Array], updates: Any) -> list[list[str]]:
     """Returns the leaves in low precision in groups: those of one parameter, whose path is the end of theirs.
 
     XLA fuses the whole step of a parameter only if the maxima of its leaves are found by one reduction.
@@ -217,7 +217,7 @@ def _by_parameter(state: Any, formats: Mapping[str, jax.Array | None], updates: 
     parameters = {path for path, _ in jax.tree_util.tree_leaves_with_path(updates)}
     groups: dict[Any, list[str]] = {}
     for n, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        if (x := formats.get(i := str(n))) is not None:
+        if (x := formats.get(i := str(n))) is not None and x.ndim:
             ends = [path[j:] for j in range(len(path) + 1) if path[j:] in parameters]
             groups.setdefault((ends[0] if ends else i, x.shape), []).append(i)
     return list(groups.values())

@@ -43,10 +43,6 @@ _SAME_KEY = (
     "the loss, or split the key and name it in `batch_argnums`"
 )
 _IS_LOGGED = "divide it by the scale, or log `amp.metrics(opt_state)['grad_norm']`"
-_OTHER_SCALE = (
-    "divide gradients by the scale that multiplied their loss: `update` returns the next one, so read the scale before "
-    "it, and hand it to every optimizer, `tx.update(..., loss_scale=scale)`"
-)
 _IS_ADAPTIVE = (
     "solves for cotangents as exactly as a tolerance says. They are multiplied by the loss scale, so an absolute "
     "tolerance takes more evaluations (of `odeint`, 2.9 times as many at 2^16, 4.5 times at 2^24): use bfloat16 with "
@@ -80,8 +76,8 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
     - Another check keeps overflows from the loss scale, as `apply_if_finite` around `dynamic_loss_scale` does.
 
     It warns of what may be intended: `jnp.nan_to_num` of scaled gradients, scalar results that are scaled, such as a
-    logged norm of gradients, an adaptive solver of cotangents, and random numbers that all micro-batches of
-    `accumulate_steps` share.
+    logged norm of gradients, errors that change no other results, an adaptive solver of cotangents, and random numbers
+    that all micro-batches of `accumulate_steps` share.
 
     Then it runs `step` with finite gradients, and with ones that overflow, and warns of what it changes then, as
     averages of parameters, batch statistics and pools; and of a state that it keeps, whose scale never backs off. It
@@ -147,8 +143,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             )
         kept = {id(x) for x in arrays}
         before = [(path[1:], x) for path, x in jax.tree.leaves_with_path((args, kwargs)) if id(x) in kept]
-        results = zip(found, rebuild(program.out_avals), strict=True)
-        after = [(path, aval) for (path, x), aval in results if aval is not x]
+        after = [(path, y) for (path, x), y in zip(found, rebuild(program.out_avals), strict=True) if y is not x]
         # An argument that is an array itself, or a scalar, is an origin of what is computed from it.
         origins = [frozenset({keystr(path)} if len(path) == 1 or x.shape == () else ()) for path, x in before]
         analysis, units = _analyze(program, is_scale, origins, {})
@@ -160,12 +155,17 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
             analysis, units = _analyze(program, is_scale, origins, analysis.equal)
         replaced = _replaced(before, after, lambda i, j: len(before[i][0]) > 1 or origins[i] <= units[j].origins)
         arguments: Any = jx.open_jaxpr(program)[0].debug_info.arg_names
-        known = {j: arguments[i] for j, i in replaced.items()}
-        names = [known.get(j, f"result{keystr(path)}") for j, (path, _) in enumerate(after)]
+        names = [arguments[replaced[j]] if j in replaced else f"result{keystr(x[0])}" for j, x in enumerate(after)]
         # Under `vmap` and `pmap`, a scalar has the shape of a scale, or one that no argument has.
         shapes = {x.shape for _, x in before} - {(), *map(jnp.shape, scales)}
-        for name, (_, x), unit in zip(names, after, units, strict=True):
-            analysis.check_result(name, unit, len(x.shape) <= 1 and x.shape not in shapes)
+        is_scalar = [len(x.shape) <= 1 and x.shape not in shapes for _, x in after]
+        for result in zip(names, units, is_scalar, strict=True):
+            analysis.check_result(*result)
+        # What changes nothing but scalars, beside the next values of arguments, may be intended.
+        used = [x.origins for j, x in enumerate(units) if not replaced or j in replaced or not is_scalar[j]]
+        logged = frozenset[str]().union(*(unit.origins for unit in units)).difference(analysis.decides, *used)
+        for error in [each for each in analysis.errors if each in logged]:
+            analysis.warnings[f"{error}. Only what `step` logs depends on it"] = analysis.errors.pop(error)
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
@@ -286,7 +286,7 @@ class _StepAnalysis(UnitAnalysis):
         """Adds an error for a result that is scaled and unscaled by different scales, and warns of scaled scalars."""
         said = f"`step` returns `{name}`, {describe_unit(unit)}"
         if unit.is_scaled and sum(unit.powers or ()) == 0:
-            self.errors[f"{said}: {_OTHER_SCALE}"] = None
+            self.errors[f"{said}: {ls.ITS_OWN_SCALE}"] = None
         elif unit.is_scaled and is_scalar:
             self.warnings[f"{said}: {_IS_LOGGED}"] = None
 
@@ -299,7 +299,7 @@ class _StepAnalysis(UnitAnalysis):
     def error(self, predicate: str, scaled: Unit) -> str:
         """Names the line and the cure."""
         power = sum(scaled.powers or ())
-        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED if power else _OTHER_SCALE
+        cure = _STILL_SCALED if power > 0 else _NEVER_SCALED if power else ls.ITS_OWN_SCALE
         return f"{jx.site_of(self.path).where}, the program {predicate}: {cure}"
 
     def hides(self, flag: Unit) -> frozenset[str]:
@@ -343,9 +343,10 @@ class _StepAnalysis(UnitAnalysis):
         return units
 
     def infer_branches(self, jaxprs: Sequence[Any], inputs: list[Unit], index: Unit) -> list[Unit]:
-        """Notes whether a check for overflows selects the branch."""
+        """Notes whether a check for overflows selects the branch, unless each branch updates the scale."""
         before = self._is_guarded
-        self._is_guarded |= bool(index.finds_nonfinite)
+        marks = [{m for *_, e in jx.equations_in(x) for m in jx.marks_in(e.source_info.name_stack)} for x in jaxprs]
+        self._is_guarded |= bool(index.finds_nonfinite) and not all(ls.NEXT_SCALE in each for each in marks)
         units = super().infer_branches(jaxprs, inputs, index)
         self._is_guarded = before
         return units

@@ -229,6 +229,10 @@ FAULTS = {
         {"change": lambda grads, _: jax.tree.map(lambda g: g * jnp.log1p(jnp.abs(g)), grads)},
         r"applies `log1p` to a value multiplied by the loss scale: " + STILL,
     ),
+    "squared, so that optax adds them to unscaled ones": (
+        {"change": lambda grads, _: jax.tree.map(jnp.square, grads)},
+        r"consistently:\n- at \S*test_check_loss_scaling.py:\d+ \(train_step\), the program adds .*" + STILL,
+    ),
     "unscaled by hand as well": (
         {"change": lambda grads, _: jax.tree.map(lambda g: g / 1024, grads), "scale": 1024.0},
         FORGOTTEN,
@@ -290,7 +294,9 @@ def test_a_chain_that_unscales_twice_in_eager_code_is_found_as_well(tx, doubled)
         return optax.apply_updates(params, tx.update(true, tx.init(params), params, loss_scale=scale)[0])
 
     if doubled:
-        with pytest.raises(ValueError, match=r"becomes an unscaled value.* move it behind `unscale_and_check\(\)`"):
+        with pytest.raises(
+            ValueError, match="becomes an unscaled value; `update` divides gradients by the loss scale: leave"
+        ):
             check(step)(PARAMS, LossScale().init())
     else:
         check(step)(PARAMS, LossScale().init())
@@ -527,6 +533,42 @@ def test_the_next_value_of_an_argument_is_found_at_another_place():
     assert "`run['mean']`" in moved(lambda run, x: with_statistics(run, x)[0], RUN, X)
 
 
+LOGS = {
+    "saturation": lambda g: jnp.mean(jnp.abs(g) > 60000.0),
+    "a histogram": lambda g: jnp.histogram(g, 3)[0],
+    "an entropy": lambda g: jnp.sum(jnp.log1p(jnp.abs(g))),
+}
+# What reads such a value as well: parameters, the end of a loop, and the next scale.
+READERS = {
+    "parameters": lambda p, state, log: (jax.tree.map(lambda w: jnp.sum(log) * w, p), state),
+    "a loop": lambda p, state, log: (
+        lax.while_loop(lambda c: c[1] < jnp.sum(log), lambda c: (c[0], c[1] + 1), (p, 0.0))[0],
+        state,
+    ),
+    "the scale": lambda p, state, log: (
+        p,
+        state._replace(loss_scale=LossScale().update(state.loss_scale, jnp.sum(log) < 9)),
+    ),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", LOGS)
+def test_what_is_only_logged_is_no_error(name):
+    def step(params, state, x, reads=lambda params, state, log: (params, state)):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+        updates, new = TX.update(grads, state, params)
+        log = LOGS[name](grads["w"])
+        return *reads(optax.apply_updates(params, updates), new, log), log
+
+    messages = warned(step, PARAMS, STATE, X)
+    assert messages
+    assert all(message.endswith(". Only what `step` logs depends on it") for message in messages)
+    for reads in READERS.values():
+        with pytest.raises(ValueError, match=r"a value multiplied by the loss scale.*: the gradients are still scaled"):
+            check(functools.partial(step, reads=reads))(PARAMS, STATE, X)
+
+
 def updated(params, state, x, selects):
     grads = amp.grad(loss_fn, opt_state=state)(params, x)
     updates, new = TX.update(grads, state, params)
@@ -587,6 +629,25 @@ def test_a_step_that_keeps_other_state_passes(name):
     step = functools.partial(updated, selects=BACKS_OFF[name])
     assert warned(step, PARAMS, STATE, X) == []
     assert amp.get_loss_scale(jax.jit(step)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
+
+
+def test_a_branch_that_skips_the_update_backs_off_itself():
+    def step(params, state, x, back_off):
+        grads = amp.grad(loss_fn, opt_state=state)(params, x)
+
+        def update():
+            updates, new = TX.update(grads, state, params)
+            return optax.apply_updates(params, updates), new
+
+        return lax.cond(amp.all_finite(grads), update, lambda: (params, back_off(state)))
+
+    def backs_off(params, state, x):
+        return step(params, state, x, lambda s: s._replace(loss_scale=LossScale().update(s.loss_scale, False)))
+
+    assert warned(backs_off, PARAMS, STATE, X) == []
+    assert amp.get_loss_scale(jax.jit(backs_off)(PARAMS, amp.set_loss_scale(STATE, 2.0**126), X)[1]) < 2.0**126
+    with pytest.raises(ValueError, match="checks gradients for overflows only where another check"):
+        check(functools.partial(step, back_off=lambda s: s))(PARAMS, STATE, X)
 
 
 def test_a_step_that_updates_now_and_then_passes():

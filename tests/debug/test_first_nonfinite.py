@@ -1063,6 +1063,18 @@ def test_nnx_modules_may_change_their_state(kind, transform):
     assert all(x is y for x, y in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
+def test_optax_in_a_step_that_may_be_skipped_names_the_users_line():
+    tx = amp.dynamic_loss_scale(optax.adam(1e-2, eps=0.0))
+
+    def step(w, state):
+        grads = amp.grad(lambda w: 0 * jnp.sum(w), opt_state=state)(w)
+        return tx.update(grads, state, w)  # planted: optax
+
+    found = first_nonfinite(step)(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert (found.primitive, line(found)) == ("div", planted("optax"))
+    assert found.library.startswith("optax/")
+
+
 def test_equinox_modules():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(8, 2, 8, 1, activation=jnp.exp, key=jax.random.key(0))

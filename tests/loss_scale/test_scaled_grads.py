@@ -20,6 +20,7 @@ X = jnp.linspace(-1, 2, 32).reshape(4, 8)
 OTHER = jax.tree.map(lambda p: 0.5 * p, PARAMS)
 MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 SPEC = jax.sharding.PartitionSpec
+DIVIDES = r"; `update` divides gradients by the loss scale: leave that to it, or multiply by the scale again at the end"
 BETWEEN = r"; between `amp.value_and_grad` and `update`, gradients are multiplied by the loss scale: move it "
 
 
@@ -56,6 +57,12 @@ def norm_of(grads):
     return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 
 
+def whitened(g):
+    square = g @ g.T
+    factor = jnp.linalg.cholesky(square + 0.1 * jnp.trace(square) * jnp.eye(len(g)))
+    return jax.scipy.linalg.solve_triangular(factor, g, lower=True)
+
+
 def in_shards(fun):
     return each(jax.shard_map(fun, mesh=MESH, in_specs=SPEC("data"), out_specs=SPEC("data")))
 
@@ -89,6 +96,7 @@ MISTAKES = {
     "scale_by_adam": by_optax(optax.scale_by_adam()),
     "unscaled by hand": with_scale(lambda g, scale: g / scale),
     "unscaled by a factor": with_scale(lambda g, scale: g * (1 / scale)),
+    "unscaled by hand and clipped": with_scale(lambda g, scale: jnp.clip(g / scale, -1, 1)),
     "scaled again": with_scale(lambda g, scale: g * scale),
     "bounded": each(jnp.tanh),
     "squared": each(lambda g: g * g),
@@ -151,6 +159,13 @@ RIGHT = {
     "of low rank": lambda grads, state, other: (
         grads | {"w": (lambda u, s, v: (u[:, :2] * s[:2]) @ v[:2])(*jnp.linalg.svd(grads["w"], full_matrices=False))}
     ),
+    "by the spectral norm, no division by 0": lambda grads, state, other: (
+        grads | {"w": grads["w"] * norm_of(grads) / (jnp.linalg.norm(grads["w"], ord=2) + 1e-8)}
+    ),
+    "by the nuclear norm, no division by 0": lambda grads, state, other: (
+        grads | {"w": grads["w"] * norm_of(grads) / jnp.maximum(jnp.linalg.norm(grads["w"], ord="nuc"), 1e-8)}
+    ),
+    "whitened": lambda grads, state, other: grads | {"w": norm_of(grads) * whitened(grads["w"])},
     "the largest alone": each(lambda g: jnp.where(jnp.abs(g) >= jnp.max(jnp.abs(g)), g, 0)),
     "the rate of a layer": lambda grads, state, other: jax.tree.map(lambda g, x: g * jnp.mean(x), grads, other),
     "a limit of an argument": lambda grads, state, other: jax.tree.map(
@@ -199,7 +214,8 @@ BY = {"wrapper": with_wrapper, "link": with_link, "rule": by_rule}
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_line(name, by):
     step, args = BY[by](MISTAKES[name])
-    with pytest.raises(ValueError, match=r"test_scaled_grads.py:\d+ \(.*, the (step|gradient) .*" + BETWEEN):
+    cure = DIVIDES if name.startswith("unscaled by") else BETWEEN
+    with pytest.raises(ValueError, match=r"test_scaled_grads.py:\d+ \(.*, the (step|gradient) .*" + cure):
         jax.eval_shape(step, *args)
 
 
@@ -358,6 +374,19 @@ def test_gradients_of_two_scales_are_not_refused():
         return unscaled, updates
 
     jax.eval_shape(step, PARAMS, [rule.init() for rule in rules], LINK.init(PARAMS), X)
+
+
+def test_a_sum_of_gradients_of_two_scales_is_named_as_that():
+    def step(params, states, x):
+        both = [amp.grad(loss_fn, opt_state=state)(params, x) for state in states]
+        return TX.update(jax.tree.map(jnp.add, *both), states[0], params)
+
+    for trace in (jax.eval_shape, lambda step, *args: amp.debug.check_loss_scaling(step)(*args)):
+        with pytest.raises(
+            ValueError,
+            match=r"multiplied by the loss scale and a value multiplied by another loss scale; divide gradients by the",
+        ):
+            trace(step, PARAMS, [TX.init(PARAMS), TX.init(PARAMS)], X)
 
 
 def test_gradients_that_are_not_of_value_and_grad_are_not_followed():

@@ -100,6 +100,23 @@ def test_a_checkpoint_of_masters_is_none_of_remainders_nor_the_reverse(saved, li
             jax.jit(tx.update)(PARAMS, cast, PARAMS)
 
 
+@pytest.mark.parametrize("library", [flax, safetensors])
+@pytest.mark.parametrize("saved", ["float8", "bfloat16"])
+def test_a_checkpoint_of_codes_is_none_of_bfloat16_nor_the_reverse(saved, library, tmp_path):
+    params = {"w": jnp.full((64, 128), 0.3)}
+    inner = optax.sgd(0.1, momentum=0.9)
+    forms = {dtype: amp.low_precision_state(inner, dtype) for dtype in ("float8", "bfloat16")}
+    tx = forms.pop(saved)
+    _, state = tx.update(params, tx.init(params), params)
+    (other,) = forms.values()
+    like = other.init(params)
+    # Orbax refuses a leaf of another shape, with reads that it never awaits. It leaves out one that should be None.
+    (saved_formats,), (other_formats,) = state.formats.values(), like.formats.values()
+    assert saved_formats.shape != other_formats.shape
+    restored = library(state, like, tmp_path)  # in the form that was saved
+    jax.tree.map(np.testing.assert_array_equal, restored.with_float32(), state.with_float32())
+
+
 def test_an_old_checkpoint_of_remainders_is_found_before_the_first_step(tmp_path):
     forms = {name: amp.low_precision_params(ADAM, remainder=remainder) for name, remainder in FORMS.items()}
     full, halves = (amp.dynamic_loss_scale(tx) for tx in forms.values())
