@@ -106,8 +106,8 @@ class Knowledge(jx.Forward[EqnInfo, ValueFacts]):
 def _of(var: Any, known: ValueFacts) -> ValueFacts:
     """Returns what is known of one result. Scalars scale: they are neither logarithms nor solutions."""
     if jx.dtype_of(var) not in _FLOATING:
-        sizes = {"least": known.least, "low": known.low, "high": known.high}
-        return ValueFacts(**sizes, is_constant=known.is_constant, carry=known.carry & Demand.ANY)
+        kept = NOTHING._replace(least=known.least, low=known.low, high=known.high, is_constant=known.is_constant)
+        return kept._replace(carry=known.carry & Demand.ANY)
     scalar = known._replace(squares=Squares.NO, is_log=False, is_solution=False)
     return known if varying(jx.shape_of(var)) else scalar
 
