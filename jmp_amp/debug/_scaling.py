@@ -123,12 +123,14 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
 
         @functools.wraps(step, updated=())
         def leaves(*args: Any, **kwargs: Any) -> list[Any]:
-            modules = jax.tree.map(lambda x: x if is_module(x) else None, (args, kwargs), is_leaf=is_module)
-            given = jax.tree.leaves(modules)
+            every = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_module)
+            modules = [(path, x) for path, x in every if is_module(x)]
+            given = jax.tree.leaves([x for _, x in modules])
             found[:] = jax.tree.leaves_with_path(step(*args, **kwargs))
             known = set(map(id, [*given, *(x for _, x in found)]))
             # What the step has written into its modules, by the paths of the arguments.
-            found.extend((path[1:], x) for path, x in jax.tree.leaves_with_path(modules) if id(x) not in known)
+            written = [((*path, *inner), x) for path, each in modules for inner, x in jax.tree.leaves_with_path(each)]
+            found.extend((path[1:], x) for path, x in written if id(x) not in known)
             return [x for _, x in found]
 
         program, arrays, rebuild = jx.trace_call(leaves, args, kwargs, jax.ShapeDtypeStruct)
