@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import pathlib
 import threading
@@ -59,6 +60,8 @@ if version("jaxlib").startswith("0.10."):
 
 # A private name: where a newer JAX has it no more, each program is compiled.
 compile_and_load, executables = getattr(compiler, "backend_compile_and_load", None), {}
+_ended = itertools.count(1)  # tests
+_MOST_MAPS = 50_000  # of the 65,530 parts of memory that a process may map; each program maps several
 
 
 def compile_once(backend, module, devices, options, host_callbacks):
@@ -67,7 +70,7 @@ def compile_once(backend, module, devices, options, host_callbacks):
         return compile_and_load(backend, module, devices, options, host_callbacks)
     key = backend, str(module), devices, options.SerializeAsString()
     if key not in executables:
-        if len(executables) >= 500:  # each maps memory, of which a process has 65,530 parts
+        if len(executables) >= 500:
             del executables[next(iter(executables))]
         executables[key] = compile_and_load(backend, module, devices, options, host_callbacks)
     return executables[key]
@@ -81,6 +84,16 @@ if compile_and_load is not None:
 def pytest_runtest_setup(item):
     for_gpu = any(map(item.get_closest_marker, ("aot", "gpu")))
     jax.config.update("jax_disable_most_optimizations", not for_gpu)  # there, programs are what is tested
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Forgets all programs before they map as much memory as a process may, which thousands of tests do."""
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_ended) % 50 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        executables.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_finish():
