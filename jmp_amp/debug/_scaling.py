@@ -163,11 +163,7 @@ def check_loss_scaling(step: Callable) -> Callable[..., None]:
         is_scalar = [len(x.shape) <= 1 and x.shape not in shapes for _, x in after]
         for result in zip(names, units, is_scalar, strict=True):
             analysis.check_result(*result)
-        # What changes nothing but scalars, beside the next values of arguments, may be intended.
-        used = [x.origins for j, x in enumerate(units) if not replaced or j in replaced or not is_scalar[j]]
-        logged = frozenset[str]().union(*(unit.origins for unit in units)).difference(analysis.decides, *used)
-        for error in [each for each in analysis.errors if each in logged]:
-            analysis.warnings[f"{error}. Only what `step` logs depends on it"] = analysis.errors.pop(error)
+        analysis.check_logged(units, [bool(replaced) and j not in replaced and ok for j, ok in enumerate(is_scalar)])
         if analysis.errors:
             lines = "\n".join(f"- {error}" for error in list(analysis.errors)[:_MAX_ERRORS])
             raise ValueError(f"`step` does not scale and unscale its gradients consistently:\n{lines}")
@@ -291,6 +287,15 @@ class _StepAnalysis(UnitAnalysis):
             self.errors[f"{said}: {ls.ITS_OWN_SCALE}"] = None
         elif unit.is_scaled and is_scalar:
             self.warnings[f"{said}: {_IS_LOGGED}"] = None
+
+    def check_logged(self, units: Sequence[Unit], are_logged: Sequence[bool]) -> None:
+        """Makes errors warnings that change nothing but scalars beside the next values of arguments."""
+        pairs = [*zip(units, are_logged, strict=True)]
+        logged, used = (
+            frozenset[str]().union(*(x.origins for x, ok in pairs if ok == is_it)) for is_it in (True, False)
+        )
+        for error in [each for each in self.errors if each in logged - used - self.decides]:
+            self.warnings[f"{error}. Only what `step` logs depends on it"] = self.errors.pop(error)
 
     def check_moved(self, moved: dict[str, Any]) -> None:
         """Warns of results that a skipped step changes, unless they are counts and random keys, which should change."""
